@@ -1,0 +1,1 @@
+"""meshpipe: one large language model over machines that are far apart."""

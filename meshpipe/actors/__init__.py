@@ -1,0 +1,1 @@
+"""Mailboxes, actors and supervisors: a runtime that knows no model."""

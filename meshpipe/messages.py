@@ -1,0 +1,187 @@
+"""Every message that actors send each other, in one place.
+
+All are frozen attrs classes made of plain data, so that the same object can travel over a memory channel
+or, encoded by `meshpipe.wire`, between machines. Units: positions and widths in tokens, times in seconds.
+
+Words: a *session* is one request's life on a *lane*; a *window* is tokens at consecutive positions
+`[start, start + width)`, verified in one traversal; an *epoch* counts the session's divergences.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from attrs import field, frozen
+
+Rows = npt.NDArray[np.float32]
+"""Activations, float32, shape (rows, n_embd), C-contiguous."""
+
+
+@frozen
+class Sampling:
+    """How the last stage picks a token. Temperature 0 is greedy and ignores every other field.
+
+    The random stream of a position is keyed by (seed, position) alone, so that a token depends only on the
+    tokens before it and the seed, never on how the positions were grouped into windows.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    seed: int = 0
+    repeat_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    penalty_last_n: int = 64
+
+
+@frozen
+class OpenSession:
+    """Opens a session on a lane, at every stage in turn; travels in order with the windows.
+
+    `cached` positions of the lane's cache are kept from an earlier session that shared that prefix.
+    """
+
+    session: int
+    lane: int
+    sampling: Sampling = Sampling()
+    cached: tuple[int, ...] = ()
+
+
+@frozen
+class SessionOpened:
+    """The last stage's word that every stage has admitted the session."""
+
+    session: int
+
+
+@frozen
+class CloseSession:
+    """Ends a session and frees its lane; travels in order with the windows."""
+
+    session: int
+
+
+@frozen
+class Timing:
+    """What one stage spent on one window: seconds queued, seconds computing, rows in the decode it shared."""
+
+    stage: int
+    queued: float
+    service: float
+    rows: int
+
+
+@frozen
+class Window:
+    """Tokens at positions `[start, start + len(tokens))` of a session, to be run in one traversal.
+
+    `number` counts the session's windows in dispatch order, over all epochs. `wanted` is how many of the last
+    rows want a pick in the reply: the width for a verify window, 1 for the last prefill window, 0 for the
+    other prefill windows (those get no reply at all). `rows` are the activations that enter the stage:
+    None on the way to the first stage, float32 (width, n_embd) afterwards.
+    """
+
+    session: int
+    epoch: int
+    number: int
+    start: int
+    tokens: tuple[int, ...]
+    wanted: int
+    rows: Rows | None = field(default=None, eq=False, repr=False)
+    timings: tuple[Timing, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
+    @property
+    def stop(self) -> int:
+        """The position after the last token."""
+        return self.start + len(self.tokens)
+
+
+@frozen
+class Reply:
+    """The last stage's picks for a window: `tokens[i]` is its choice for position `start + i + 1`.
+
+    `start` is the position of the first row that was wanted. May be shorter than `wanted` if its last token is
+    the first that differs from the window (picking goes no further).
+    """
+
+    session: int
+    epoch: int
+    number: int
+    start: int
+    tokens: tuple[int, ...]
+    timings: tuple[Timing, ...] = ()
+
+
+@frozen
+class Discard:
+    """A hint that windows of the session with an epoch below `epoch` are stale; overtakes queued windows."""
+
+    session: int
+    epoch: int
+
+
+@frozen
+class SessionFailed:
+    """A stage could not go on with a session; the others are not touched. `session` is None for all of them."""
+
+    session: int | None
+    stage: int
+    reason: str
+
+
+@frozen
+class Proposal:
+    """Tokens that a proposer expects at positions `start`, `start + 1`, … of epoch `epoch`.
+
+    `source` names the proposer, for its own acceptance.
+    """
+
+    session: int
+    epoch: int
+    start: int
+    tokens: tuple[int, ...]
+    source: str = "ngram"
+
+
+@frozen
+class Ping:
+    """Asks a peer whether it lives; `sent` is the sender's monotonic clock in seconds."""
+
+    nonce: int
+    sent: float
+
+
+@frozen
+class Pong:
+    """Answers a Ping: its nonce and `sent`, and the answering side's monotonic clock in seconds."""
+
+    nonce: int
+    sent: float
+    clock: float
+
+
+@frozen
+class StageDescriptor:
+    """What a stage is and admits: what a session, a split and a handshake are checked against.
+
+    `layers` is the half-open range [start, stop) of `layer_count`; `context` is tokens per lane; `cost` is the
+    measured seconds of one decode by number of rows, ascending in rows; `exact` says that a row's bits were
+    seen not to depend on the rows it shares a decode with.
+    """
+
+    model_digest: str
+    layers: tuple[int, int]
+    layer_count: int
+    n_embd: int
+    n_vocab: int
+    lanes: int
+    context: int
+    cost: tuple[tuple[int, float], ...] = ()
+    exact: bool = True

@@ -1,0 +1,1 @@
+"""Ledger, proposers and policies: pure, no clock, no channel, no model."""

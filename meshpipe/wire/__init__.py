@@ -1,0 +1,1 @@
+"""Links between machines: frames, handshake, streams."""
