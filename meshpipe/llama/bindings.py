@@ -1,0 +1,63 @@
+"""llama.cpp as a library: start it once, send its log to Python's, bind what llama_cpp leaves out."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+
+logger = logging.getLogger("meshpipe.llama")
+
+LIBRARIES = Path(llama_cpp.__file__).parent / "lib"
+
+# ggml_log_level -> logging level, one step down: what llama.cpp calls an error, ours may handle. 5 continues a line.
+_LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.WARNING}
+
+
+class _Log:
+    """Joins llama.cpp's partial log lines and hands whole ones to Python logging."""
+
+    def __init__(self) -> None:
+        self.level = logging.DEBUG
+        self.partial = ""
+
+    def __call__(self, level: int, text: bytes, _user_data: object) -> None:
+        if level != 5:
+            self.level = _LEVELS.get(level, logging.DEBUG)
+        *lines, self.partial = (self.partial + text.decode("utf-8", "replace")).split("\n")
+        for line in lines:
+            if line.strip(" ."):
+                logger.log(self.level, "%s", line)
+
+
+_log_callback = llama_cpp.llama_log_callback(_Log())
+
+
+@functools.cache
+def start() -> None:
+    """Initialises llama.cpp for this process; safe to call often."""
+    llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
+    llama_cpp.llama_backend_init()
+
+
+@functools.cache
+def ggml_base() -> ctypes.CDLL:
+    """The library with ggml's tensors and its GGUF reader, as llama_cpp bundles it."""
+    start()
+    for suffix in (".so", ".dylib", ".dll"):
+        for name in (f"libggml-base{suffix}", f"ggml-base{suffix}"):
+            if (LIBRARIES / name).exists():
+                return ctypes.CDLL(str(LIBRARIES / name))
+    raise OSError(f"no ggml-base library in {LIBRARIES}: is llama-cpp-python installed?")
+
+
+@functools.cache
+def function(name: str, restype: Any, *argtypes: Any) -> Any:
+    """A function of ggml-base by name, with its signature."""
+    found = getattr(ggml_base(), name)
+    found.restype, found.argtypes = restype, list(argtypes)
+    return found

@@ -1,0 +1,451 @@
+"""One stage's llama.cpp: runs rows of any lanes through a layer range, trims lanes by position.
+
+**What exact means.** The output of a split must be the unsplit model's, bit for bit, whatever speculation and
+batching do to the grouping of rows into decodes. A row's bits may depend on the rows it shares a decode with
+(`docs/exactness.md` has the measurements), so an engine keeps every decode in one *class* in which they do not:
+
+- flash attention is on, extra buffer types (AMX, weight repacking) are off;
+- at most 63 rows a decode: from 64 query rows on, ggml's CPU flash attention takes another kernel;
+- a lone row is accompanied by a scratch row where it would take a path of its own: with several threads
+  (flash attention then splits the cache among them), or where a probe at load saw other bits for one row;
+- where the probe sees that grouping changes bits at all, rows run one by one.
+
+`exact=False` lifts the bound and the company, and is about twice as fast at prefill on a CPU.
+
+An engine is not thread-safe: one job at a time. Everything here blocks; `meshpipe.pipeline` runs it in a thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+from attrs import field, frozen
+
+from meshpipe.errors import CapacityError, EngineError, UsageError
+from meshpipe.llama import bindings
+from meshpipe.llama.options import EngineOptions
+from meshpipe.llama.slicing import Slice, read_slice
+from meshpipe.llama.tap import Tap, abort_callback
+from meshpipe.messages import Rows
+
+EXACT_ROWS = 63
+"""Most rows of a decode in the class whose bits do not depend on their company."""
+
+_PROBE_ROWS = (1, 2, 4, 8, 16, 32, EXACT_ROWS)
+_MULTI_SECTION_ROPE = (8, 40)  # LLAMA_ROPE_TYPE_MROPE, LLAMA_ROPE_TYPE_IMROPE
+
+
+@frozen
+class Span:
+    """Consecutive rows of one lane, at positions `[start, start + n)`.
+
+    `tokens` (n ids) for a first stage, `rows` (float32, shape (n, n_embd)) for the others. `wanted`: the last
+    stage computes logits for that many of the last rows; the other stages return all rows anyway.
+    """
+
+    lane: int
+    start: int
+    tokens: Sequence[int] = ()
+    rows: Rows | None = field(default=None, eq=False, repr=False)
+    wanted: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return len(self.tokens) if self.rows is None else len(self.rows)
+
+    @property
+    def stop(self) -> int:
+        """The position after the last row."""
+        return self.start + self.count
+
+
+@frozen
+class DecodeClass:
+    """Which decodes an engine runs: at most `most` rows, at least `least` (1, or 2 with a scratch row)."""
+
+    most: int
+    least: int
+    exact: bool
+
+
+class Aborted(EngineError):
+    """A decode was ended by `StageEngine.abort`; its lanes were trimmed to where it had started."""
+
+
+class StageEngine:
+    """Runs one slice of a model.
+
+    `lanes` sequences of up to `context` tokens each. `probe` times decodes of 1 to 63 rows and checks whether
+    grouping changes bits; without it `cost` is empty and the class is the one that the CPU backend was seen to
+    need. Raises ModelError (file), CapacityError (does not fit), UsageError (arguments).
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        lanes: int = 1,
+        context: int = 4096,
+        threads: int = 1,
+        exact: bool = True,
+        probe: bool = False,
+        options: EngineOptions | None = None,
+    ) -> None:
+        options = options or EngineOptions()
+        for name, value, most in (("lanes", lanes, 255), ("context", context, 2**31), ("threads", threads, 512)):
+            if not 1 <= value <= most:
+                raise UsageError(f"{name} must be from 1 to {most}, not {value}")
+        bindings.start()
+        self.slice: Slice = read_slice(path)
+        self.lanes, self.context, self.threads = lanes, context, threads
+        self.cost: tuple[tuple[int, float], ...] = ()
+        self._model = self._context = None
+        self._lengths = [0] * (lanes + 1)  # the last one is the scratch lane
+        self._abort = ctypes.c_int(0)
+        self._tap: Tap | None = None
+        if options.repack:
+            options.require_repack_survives(self.slice.path)
+        self._model = options.load(self.slice.path)
+        try:
+            self.n_embd: int = llama_cpp.llama_model_n_embd(self._model)
+            self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+            self._sections = (
+                4 if llama_cpp.llama_model_rope_type(self._model) in _MULTI_SECTION_ROPE else 1
+            )
+            trained = llama_cpp.llama_model_n_ctx_train(self._model)
+            if context > trained and not options.scales_rope:
+                raise CapacityError(
+                    f"context {context} exceeds the {trained} tokens that the model was trained on; "
+                    "ask for less or set RoPE scaling"
+                )
+            self._capacity = EXACT_ROWS + 1 if exact else options.batch
+            self._context = self._make_context(options)
+        except BaseException:
+            self.close()
+            raise
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._allocate_batch()
+        if exact:
+            self.decodes = DecodeClass(EXACT_ROWS, 2 if threads > 1 else 1, True)
+        else:
+            self.decodes = DecodeClass(self._capacity - 1, 1, False)
+        if probe:
+            self._probe(exact)
+
+    def _make_context(self, options: EngineOptions) -> object:
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = self.lanes * self.context + 256
+        params.n_batch = params.n_ubatch = self._capacity
+        params.n_seq_max = self.lanes + 1
+        params.n_threads = params.n_threads_batch = self.threads
+        params.flash_attn_type = 1
+        params.kv_unified = True
+        params.swa_full = True  # a sliding-window cache could not be trimmed at will
+        params.no_perf = True
+        options.apply_to_context(params)
+        if not self.slice.is_last:
+            self._tap = Tap(self.slice.tapped_tensor, self.n_embd)
+            params.cb_eval = self._tap.callback
+            params.cb_eval_user_data = self._tap.user_data
+        callback = abort_callback()
+        if callback is not None:
+            params.abort_callback = callback
+            params.abort_callback_data = ctypes.cast(ctypes.byref(self._abort), ctypes.c_void_p)
+        context = llama_cpp.llama_init_from_model(self._model, params)
+        if not context:
+            raise CapacityError(
+                f"llama.cpp could not make a context of {self.lanes} lanes × {self.context} tokens for "
+                f"{self.slice.path.name}: ask for fewer lanes or less context (its log says why)"
+            )
+        return context
+
+    def _allocate_batch(self) -> None:
+        """Fixed arrays that every decode fills; the batch struct points into them."""
+        most = self._capacity
+        self._token = np.zeros(most, np.int32)
+        self._embd = np.zeros((most, self.n_embd), np.float32)
+        self._pos = np.zeros((self._sections, most), np.int32)
+        self._want = np.zeros(most, np.int8)
+        self._ids = np.arange(self.lanes + 1, dtype=np.int32)
+        self._seq = np.zeros(most, np.uintp)  # a pointer into _ids per row
+        self._n_seq = np.ones(most, np.int32)
+        self._flat_pos = np.zeros(most * self._sections, np.int32)
+        batch = llama_cpp.llama_batch()
+        if self.slice.is_first:
+            batch.token = self._token.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        else:
+            batch.embd = self._embd.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        batch.pos = self._flat_pos.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        batch.n_seq_id = self._n_seq.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        batch.seq_id = self._seq.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_int32)))
+        batch.logits = self._want.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
+        self._batch = batch
+
+    # ---------------------------------------------------------------- lanes
+
+    def length(self, lane: int) -> int:
+        """Number of positions in the lane's cache."""
+        return self._lengths[self._checked(lane)]
+
+    def trim(self, lane: int, position: int) -> None:
+        """Forgets the lane's cache from `position` on. Raises EngineError if the cache is shorter."""
+        have = self._lengths[self._checked(lane)]
+        if not 0 <= position <= have:
+            raise EngineError(f"cannot trim lane {lane} to position {position}: its cache holds {have}")
+        if position == have:
+            return
+        if not llama_cpp.llama_memory_seq_rm(self._memory, lane, position, -1):
+            raise EngineError(
+                f"llama.cpp refused to trim lane {lane} to position {position}: "
+                f"the cache of this architecture ({self.slice.architecture}) cannot be cut there"
+            )
+        self._lengths[lane] = position
+
+    def clear(self, lane: int) -> None:
+        """Forgets the lane's whole cache."""
+        self.trim(lane, 0)
+
+    def _checked(self, lane: int) -> int:
+        if not 0 <= lane < self.lanes:
+            raise EngineError(f"no lane {lane}: this engine has lanes 0 to {self.lanes - 1}")
+        return lane
+
+    # ---------------------------------------------------------------- running
+
+    def run(self, spans: Sequence[Span]) -> list[Rows]:
+        """Trims every span's lane to its start and runs the spans, as one indivisible job.
+
+        Spans of one lane must follow each other without a gap. Returns one float32 array a span: activations,
+        shape (count, n_embd), or on the last stage logits, shape (wanted, n_vocab). Rows are copied once.
+        Raises EngineError for spans that cannot be run (nothing was changed then) and when llama.cpp fails;
+        Aborted after `abort`. After a failed decode every lane of the job is trimmed to its first start.
+        """
+        starts = self._check(spans)
+        for lane, start in starts.items():
+            self.trim(lane, start)
+        pieces: list[list[Rows]] = [[] for _ in spans]
+        try:
+            for part in _cut(spans, self.decodes.most):
+                for index, rows in self._decode(spans, part):
+                    pieces[index].append(rows)
+        except EngineError:
+            for lane, start in starts.items():
+                self.trim(lane, start)
+            raise
+        width = self.n_vocab if self.slice.is_last else self.n_embd
+        empty = np.empty((0, width), np.float32)
+        return [np.concatenate(p) if len(p) > 1 else (p[0] if p else empty) for p in pieces]
+
+    def abort(self) -> None:
+        """Ends the running decode early (from any thread); without effect where no C compiler was found."""
+        self._abort.value = 1
+
+    def rearm(self) -> None:
+        """Forgets an `abort`."""
+        self._abort.value = 0
+
+    def _check(self, spans: Sequence[Span]) -> dict[int, int]:
+        """The first start of every lane in the job."""
+        starts: dict[int, int] = {}
+        lengths: dict[int, int] = {}
+        for span in spans:
+            have = lengths.get(span.lane, self.length(span.lane))
+            if span.lane in lengths and span.start != have:
+                raise EngineError(
+                    f"spans of lane {span.lane} must be consecutive: one ends at {have}, "
+                    f"the next starts at {span.start}"
+                )
+            if span.start < 0 or span.start > have:
+                raise EngineError(
+                    f"a window of lane {span.lane} starts at position {span.start}, above the {have} in its cache"
+                )
+            if span.count == 0:
+                raise EngineError(f"a span of lane {span.lane} at position {span.start} has no rows")
+            if span.stop > self.context:
+                raise CapacityError(
+                    f"lane {span.lane} would reach position {span.stop} of a context of {self.context}"
+                )
+            if not 0 <= span.wanted <= span.count:
+                raise EngineError(f"{span.wanted} rows wanted of a span of {span.count}")
+            self._check_input(span)
+            starts.setdefault(span.lane, span.start)
+            lengths[span.lane] = span.stop
+        return starts
+
+    def _check_input(self, span: Span) -> None:
+        if self.slice.is_first:
+            if span.rows is not None:
+                raise EngineError("the first stage takes token ids, not activations")
+            bad = next((t for t in span.tokens if not 0 <= t < self.n_vocab), None)
+            if bad is not None:
+                raise EngineError(f"token {bad} is outside the vocabulary of {self.n_vocab}")
+        elif span.rows is None:
+            raise EngineError(f"stage {self.slice.start}:{self.slice.stop} takes activations, not token ids")
+        elif span.rows.shape != (span.count, self.n_embd) or span.rows.dtype != np.float32:
+            raise EngineError(
+                f"activations must be float32 of shape ({span.count}, {self.n_embd}), "
+                f"not {span.rows.dtype} of {span.rows.shape}"
+            )
+
+    def _decode(
+        self, spans: Sequence[Span], part: Sequence[tuple[int, int, int]]
+    ) -> Iterator[tuple[int, Rows]]:
+        """One llama_decode of span pieces (index, first row, stop row); yields each piece's result."""
+        count = 0
+        for index, low, high in part:
+            span, stop = spans[index], count + high - low
+            if span.rows is None:
+                self._token[count:stop] = span.tokens[low:high]
+            else:
+                self._embd[count:stop] = span.rows[low:high]
+            self._pos[:, count:stop] = np.arange(span.start + low, span.start + high)
+            self._seq[count:stop] = self._ids.ctypes.data + 4 * span.lane
+            if self.slice.is_last:
+                self._want[count:stop] = np.arange(low, high) >= span.count - span.wanted
+            else:
+                self._want[count:stop] = 1  # an unflagged row would be dropped inside the last layer
+            count = stop
+        wanted = self._want[:count].astype(bool)  # before a scratch row joins
+        lone = count < self.decodes.least
+        if lone:
+            scratch = self.lanes
+            self._token[count] = 0
+            self._embd[count] = 0
+            self._pos[:, count] = 0
+            self._seq[count] = self._ids.ctypes.data + 4 * scratch
+            self._want[count] = 1
+            count += 1
+        elif self.slice.is_last and self.decodes.least > 1 and wanted.sum() == 1:
+            # The last layer's tail and the head see the wanted rows alone: keep them company too.
+            self._want[int(np.argmin(wanted))] = 1
+        self._flat_pos[: count * self._sections] = self._pos[:, :count].ravel()
+        self._batch.n_tokens = count
+        if self._tap is not None:
+            self._tap.expect(count)
+        status = llama_cpp.llama_decode(self._context, self._batch)
+        if lone:
+            llama_cpp.llama_memory_seq_rm(self._memory, self.lanes, -1, -1)
+        if status == 2:
+            raise Aborted("the decode was aborted")
+        if status != 0:
+            hint = "no room in the cache" if status == 1 else "its log says why"
+            raise EngineError(f"llama_decode failed with status {status} for {count} rows ({hint})")
+        for index, _, high in part:
+            self._lengths[spans[index].lane] = spans[index].start + high
+        yield from self._results(spans, part, count, wanted)
+
+    def _results(
+        self,
+        spans: Sequence[Span],
+        part: Sequence[tuple[int, int, int]],
+        count: int,
+        wanted: npt.NDArray[np.bool_],
+    ) -> Iterator[tuple[int, Rows]]:
+        if self._tap is not None:
+            rows = self._tap.take()
+            if rows is None:
+                raise EngineError(
+                    f"the graph of {self.slice.architecture} gave no {self.slice.tapped_tensor} of "
+                    f"{count} rows × {self.n_embd}: this architecture cannot be split here"
+                )
+            at = 0
+            for index, low, high in part:
+                yield index, rows[at : at + high - low]
+                at += high - low
+            return
+        flagged = np.flatnonzero(self._want[:count])
+        if not wanted.any():
+            return
+        pointer = llama_cpp.llama_get_logits(self._context)
+        logits = np.ctypeslib.as_array(pointer, (len(flagged), self.n_vocab))
+        at = 0
+        for index, low, high in part:
+            mine = np.flatnonzero(wanted[at : at + high - low]) + at
+            if len(mine):
+                first = int(np.searchsorted(flagged, mine[0]))
+                yield index, logits[first : first + len(mine)].copy()
+            at += high - low
+
+    # ---------------------------------------------------------------- the probe at load
+
+    def _probe(self, exact: bool) -> None:
+        """Measures `cost`, and whether a row keeps its bits alone, in pairs and in groups.
+
+        Sizes stop growing when a decode takes over a second, so that the probe of a large model stays short.
+        """
+        total = min(EXACT_ROWS, self.context, self.decodes.most)
+        rng = np.random.default_rng(0)
+        tokens = [int(t) for t in rng.integers(0, self.n_vocab, total)]
+        rows = rng.standard_normal((total, self.n_embd)).astype(np.float32)
+
+        def decode(low: int, high: int) -> tuple[Rows, float]:
+            if self.slice.is_first:
+                span = Span(0, low, tokens[low:high], wanted=high - low)
+            else:
+                span = Span(0, low, rows=rows[low:high], wanted=high - low)
+            began = time.perf_counter()
+            (result,) = self.run([span])
+            return result, time.perf_counter() - began
+
+        decode(0, 1)  # the first decode pays for page faults and graph reservation
+        cost: list[tuple[int, float]] = []
+        for size in _PROBE_ROWS:
+            if size > total or (cost and cost[-1][1] > 1.0):
+                break
+            cost.append((size, min(decode(0, size)[1] for _ in range(2))))
+        self.cost = tuple(cost)
+        if exact:
+            size = max(1, cost[-1][0])
+            self.decodes = DecodeClass(self.decodes.most, 1, True)
+            together, _ = decode(0, size)
+            lone_equal = size < 2 or bool(np.array_equal(decode(size - 1, size)[0][0], together[-1]))
+            groups_equal = all(
+                bool(np.array_equal(decode(size - k, size)[0], together[-k:]))
+                for k in (2, 3, 7, 16)
+                if k < size
+            )
+            if not groups_equal:
+                self.decodes = DecodeClass(1, 1, True)
+            elif self.threads > 1 or not lone_equal:
+                self.decodes = DecodeClass(self.decodes.most, 2, True)
+        self.clear(0)
+
+    def close(self) -> None:
+        """Frees the context and the model; safe to call twice."""
+        if self._context:
+            llama_cpp.llama_free(self._context)
+            self._context = None
+        if self._model:
+            llama_cpp.llama_model_free(self._model)
+            self._model = None
+
+    def __enter__(self) -> StageEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _cut(spans: Sequence[Span], most: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Cuts the spans' rows, in order, into decodes of at most `most`: lists of (span index, low, high)."""
+    part: list[tuple[int, int, int]] = []
+    room = most
+    for index, span in enumerate(spans):
+        low = 0
+        while low < span.count:
+            high = min(span.count, low + room)
+            part.append((index, low, high))
+            room -= high - low
+            low = high
+            if room == 0:
+                yield part
+                part, room = [], most
+    if part:
+        yield part

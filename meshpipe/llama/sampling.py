@@ -1,0 +1,126 @@
+"""Picks the token of a row: greedy, or llama.cpp's sampler chain with a random stream keyed by position.
+
+A pick depends only on the row, the tokens before it and the seed. That is why speculation changes nothing at
+any temperature: a window's token is accepted when it equals the pick that serial decoding would have made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from meshpipe.errors import UsageError
+from meshpipe.messages import Sampling
+
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
+
+
+def check(sampling: Sampling) -> Sampling:
+    """The settings as they are, or UsageError naming the one that is out of bounds."""
+    bounds = {
+        "temperature": (0.0, 100.0),
+        "top_p": (0.0, 1.0),
+        "min_p": (0.0, 1.0),
+        "repeat_penalty": (0.01, 100.0),
+        "frequency_penalty": (-2.0, 2.0),
+        "presence_penalty": (-2.0, 2.0),
+        "seed": (0, 2**63 - 1),
+        "penalty_last_n": (0, 2**20),
+    }
+    for name, (low, high) in bounds.items():
+        value = getattr(sampling, name)
+        if not low <= value <= high:
+            raise UsageError(f"{name} must be from {low} to {high}, not {value}")
+    return sampling
+
+
+def position_seed(seed: int, position: int) -> int:
+    """The 32-bit seed of one position's random stream (the finaliser of splitmix64, Steele et al. 2014)."""
+    mask = 2**64 - 1
+    z = (seed * 0x9E3779B97F4A7C15 + position + 1) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    # llama.cpp takes 0xFFFFFFFF for "choose a seed yourself".
+    return (z ^ (z >> 31)) % 0xFFFFFFFF
+
+
+class Sampler:
+    """One session's picks. `close` it, or use it in a `with`."""
+
+    def __init__(self, sampling: Sampling, n_vocab: int) -> None:
+        check(sampling)
+        self._sampling = sampling
+        self._chain: int | None = None
+        self._penalties: int | None = None
+        if sampling.temperature == 0 and not self._penalizes:
+            return
+        self._candidates = np.zeros(n_vocab, _CANDIDATE)
+        self._ids = np.arange(n_vocab, dtype=np.int32)
+        self._array = llama_cpp.llama_token_data_array()
+        self._array.data = self._candidates.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token_data))
+        self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+        if self._penalizes:
+            self._penalties = self._add(
+                llama_cpp.llama_sampler_init_penalties(
+                    n_vocab,
+                    sampling.penalty_last_n,
+                    sampling.repeat_penalty,
+                    sampling.frequency_penalty,
+                    sampling.presence_penalty,
+                )
+            )
+        if sampling.temperature > 0:
+            self._add(llama_cpp.llama_sampler_init_top_k(sampling.top_k))
+            self._add(llama_cpp.llama_sampler_init_top_p(sampling.top_p, 1))
+            self._add(llama_cpp.llama_sampler_init_min_p(sampling.min_p, 1))
+            self._add(llama_cpp.llama_sampler_init_temp(sampling.temperature))
+
+    @property
+    def _penalizes(self) -> bool:
+        s = self._sampling
+        return s.penalty_last_n > 0 and (
+            s.repeat_penalty != 1.0 or s.frequency_penalty != 0.0 or s.presence_penalty != 0.0
+        )
+
+    def _add(self, sampler: int) -> int:
+        llama_cpp.llama_sampler_chain_add(self._chain, sampler)
+        return sampler
+
+    def pick(self, logits: npt.NDArray[np.float32], before: Sequence[int]) -> int:
+        """The token that follows `before` (all of the session's tokens so far), from one row of logits (n_vocab,)."""
+        if self._chain is None:
+            return int(logits.argmax())
+        if self._penalties is not None:
+            # Rebuilt for every pick, so that it cannot remember a draft that was rejected.
+            llama_cpp.llama_sampler_reset(self._penalties)
+            for token in before[-self._sampling.penalty_last_n :]:
+                llama_cpp.llama_sampler_accept(self._penalties, token)
+        self._candidates["id"] = self._ids
+        self._candidates["logit"] = logits
+        self._candidates["p"] = 0.0
+        array = self._array
+        array.size, array.selected, array.sorted = len(self._candidates), -1, False
+        llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
+        if self._sampling.temperature == 0:
+            kept = self._candidates[: array.size]
+            return int(kept["id"][kept["logit"].argmax()])
+        dist = llama_cpp.llama_sampler_init_dist(position_seed(self._sampling.seed, len(before)))
+        llama_cpp.llama_sampler_apply(dist, ctypes.byref(array))
+        llama_cpp.llama_sampler_free(dist)
+        return int(array.data[array.selected].id)
+
+    def close(self) -> None:
+        """Frees llama.cpp's chain; safe to call twice."""
+        if self._chain is not None:
+            llama_cpp.llama_sampler_free(self._chain)
+            self._chain = None
+
+    def __enter__(self) -> Sampler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

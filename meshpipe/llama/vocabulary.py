@@ -1,0 +1,107 @@
+"""Text to tokens and back, and the model's chat template."""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+from meshpipe.errors import ModelError, UsageError
+from meshpipe.llama.options import EngineOptions
+
+
+class Vocabulary:
+    """The tokenizer of a model file or of a first stage's slice; loads no weights. Not thread-safe."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._model = EngineOptions().load(Path(path), vocab_only=True)
+        self._vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self.size: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        if llama_cpp.llama_vocab_type(self._vocab) == 0:
+            self.close()
+            raise ModelError(f"{path} has no vocabulary: give the model, or a slice that starts at layer 0")
+        self.end_tokens = frozenset(
+            token for token in range(self.size) if llama_cpp.llama_vocab_is_eog(self._vocab, token)
+        )
+
+    def tokenize(self, text: str, *, special: bool = True, start: bool = True) -> tuple[int, ...]:
+        """Token ids of `text`; `special` parses markers like `<|im_end|>`, `start` adds the model's own BOS."""
+        data = text.encode()
+        room = len(data) + 16
+        tokens = (ctypes.c_int32 * room)()
+        count = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, room, start, special)
+        if count < 0:  # a vocabulary may need more tokens than bytes
+            room = -count
+            tokens = (ctypes.c_int32 * room)()
+            count = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, room, start, special)
+        return tuple(tokens[:count])
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes of one token, which may be part of a character; b"" for control tokens unless `special`."""
+        if not 0 <= token < self.size:
+            raise UsageError(f"token {token} is outside the vocabulary of {self.size}")
+        room = 64
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            size = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
+            if size >= 0:
+                return buffer.raw[:size]
+            room = -size
+
+    def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """The text of whole tokens; bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(self.piece(token, special=special) for token in tokens).decode("utf-8", "replace")
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's Jinja chat template."""
+        template = llama_cpp.llama_model_chat_template(self._model, None)
+        return template.decode() if template else None
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **extra: Any) -> str:
+        """The prompt of a conversation, by the model's template, up to where the assistant speaks.
+
+        Raises UsageError when the model has no template or the template refuses the messages.
+        """
+        template = self.chat_template
+        if template is None:
+            raise UsageError("this model carries no chat template: send a plain prompt")
+        formatter = Jinja2ChatFormatter(
+            template=template,
+            eos_token=self._special(llama_cpp.llama_vocab_eos(self._vocab)),
+            bos_token=self._special(llama_cpp.llama_vocab_bos(self._vocab)),
+        )
+        try:
+            return str(formatter(messages=list(messages), **extra).prompt)
+        except Exception as error:
+            raise UsageError(f"the model's chat template refused the messages: {error}") from error
+
+    def _special(self, token: int) -> str:
+        return self.text([token], special=True) if token >= 0 else ""
+
+    def close(self) -> None:
+        """Frees the model; safe to call twice."""
+        if self._model:
+            llama_cpp.llama_model_free(self._model)
+            self._model = None
+
+
+class TextStream:
+    """Turns tokens into text as they come, never emitting half a UTF-8 character."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        return self._decoder.decode(b"".join(map(self._vocabulary.piece, tokens)))
+
+    def finish(self) -> str:
+        """What an unfinished character at the very end leaves: U+FFFD or nothing."""
+        return self._decoder.decode(b"", final=True)
