@@ -42,3 +42,11 @@ class StageLostError(MeshpipeError):
 
 class UsageError(MeshpipeError):
     """An argument is wrong: names it, its value and what is allowed."""
+
+
+class ActorGoneError(MeshpipeError):
+    """The actor that a message is for has ended, crashed for good, or its link broke."""
+
+
+class AskFailedError(MeshpipeError):
+    """An actor that was asked something failed at it, or did not answer before the deadline."""

@@ -1,0 +1,244 @@
+"""Mailboxes and references: how one task hands messages to another.
+
+A `Mailbox` has several queues, each with its own bound, named in order of priority. Which queue a message
+goes to is decided by its `sort` function, so that a message which would relieve a full queue never waits
+behind it. Senders hold a `Ref`; only the owner sees what is queued, may look ahead, and may take messages out
+of turn. Nothing here needs a clock, a thread or a lock: everything runs on one trio event loop, and what is
+not `async` never yields to another task.
+
+A message is in exactly one place: a cancelled send was not delivered, a cancelled receive took nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Generic, TypeVar
+
+import outcome
+import trio
+
+from meshpipe.errors import ActorGoneError, AskFailedError
+
+M = TypeVar("M")
+
+
+class Ask(Generic[M]):
+    """A message whose sender waits for an answer. The first `answer` or `fail` counts, later ones do not."""
+
+    def __init__(self, message: M, settle: Callable[[object, str | None], None]) -> None:
+        self.message = message
+        self._settle: Callable[[object, str | None], None] | None = settle
+
+    def answer(self, value: object) -> None:
+        """Gives the sender its answer."""
+        self._settle_once(value, None)
+
+    def fail(self, reason: str) -> None:
+        """Raises `AskFailedError(reason)` at the sender."""
+        self._settle_once(None, reason)
+
+    def _settle_once(self, value: object, reason: str | None) -> None:
+        if (settle := self._settle) is not None:
+            self._settle = None
+            settle(value, reason)
+
+
+class _Queue(Generic[M]):
+    """One bounded queue and the senders that wait for room in it, both first in, first out."""
+
+    def __init__(self, bound: int) -> None:
+        self.bound = bound
+        self.items: deque[M | Ask[M]] = deque()
+        self.senders: OrderedDict[trio.lowlevel.Task, M | Ask[M]] = OrderedDict()
+        self.waited = 0.0
+
+    def admit_senders(self) -> None:
+        """Moves waiting senders' messages in while there is room."""
+        while self.senders and len(self.items) < self.bound:
+            task, message = self.senders.popitem(last=False)
+            self.items.append(message)
+            trio.lowlevel.reschedule(task)
+
+
+class Mailbox(Generic[M]):
+    """The owner's side: receive in order of priority, look ahead, take out of turn, close.
+
+    `bounds` maps each queue's name to the most messages it holds, the most urgent queue first. `sort` names
+    the queue of a message.
+    """
+
+    def __init__(self, bounds: Mapping[str, int], sort: Callable[[M], str]) -> None:
+        self._queues: dict[str, _Queue[M]] = {name: _Queue(bound) for name, bound in bounds.items()}
+        self._sort = sort
+        self._receivers = trio.lowlevel.ParkingLot()
+        self._closed: str | None = None
+        self.ref: Ref[M] = Ref(self)
+
+    # ---- the owner's side -----------------------------------------------------------------------------
+
+    async def wait(self, *queues: str) -> None:
+        """Returns when one of `queues` (all, if none is named) holds a message; takes nothing.
+
+        Raises `trio.EndOfChannel` when the mailbox is closed and those queues are empty. A checkpoint always.
+        """
+        names = queues or tuple(self._queues)
+        await trio.lowlevel.checkpoint()
+        while not any(self._queues[name].items for name in names):
+            if self._closed is not None:
+                raise trio.EndOfChannel
+            await self._receivers.park()
+
+    async def receive(self, *queues: str) -> M | Ask[M]:
+        """Takes the first message of the most urgent of `queues` (all, if none is named) that has one."""
+        while True:
+            await self.wait(*queues)
+            for name in queues or tuple(self._queues):
+                for message in self.take(name, limit=1):
+                    return message  # another receiver may have been quicker: then wait again
+
+    def __aiter__(self) -> Mailbox[M]:
+        """`async for` gives every message until the mailbox is closed and empty."""
+        return self
+
+    async def __anext__(self) -> M | Ask[M]:
+        try:
+            return await self.receive()
+        except trio.EndOfChannel:
+            raise StopAsyncIteration from None
+
+    def peek(self, queue: str) -> Iterator[M]:
+        """What waits in `queue`, in order, without taking it (an `Ask` shows its message)."""
+        return (item.message if isinstance(item, Ask) else item for item in self._queues[queue].items)
+
+    def take(
+        self, queue: str, wanted: Callable[[M], bool] | None = None, limit: int | None = None
+    ) -> list[M | Ask[M]]:
+        """Takes the messages of `queue` that are `wanted` (default: all), in order, at most `limit`.
+
+        Never waits. The room goes to senders that wait for it, in their order; what they bring is not looked
+        at by this call.
+        """
+        box = self._queues[queue]
+        taken: list[M | Ask[M]] = []
+        if wanted is None:
+            while box.items and (limit is None or len(taken) < limit):
+                taken.append(box.items.popleft())
+        else:
+            left: deque[M | Ask[M]] = deque()
+            for item in box.items:
+                message = item.message if isinstance(item, Ask) else item
+                room = limit is None or len(taken) < limit
+                (taken if room and wanted(message) else left).append(item)
+            box.items = left
+        box.admit_senders()
+        return taken
+
+    def close(self, reason: str) -> None:
+        """Refuses further messages: senders, waiting ones too, get `ActorGoneError(reason)`; asks that are
+        queued fail. What is queued can still be received. Closing twice keeps the first reason."""
+        if self._closed is not None:
+            return
+        self._closed = reason
+        self._receivers.unpark_all()
+        for box in self._queues.values():
+            while box.senders:
+                task, _ = box.senders.popitem(last=False)
+                trio.lowlevel.reschedule(task, outcome.Error(ActorGoneError(reason)))
+            for item in box.items:
+                if isinstance(item, Ask):
+                    item.fail(reason)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed is not None
+
+    def __len__(self) -> int:
+        """Messages in all queues."""
+        return sum(len(box.items) for box in self._queues.values())
+
+    def waited(self, queue: str) -> float:
+        """Seconds that senders have spent waiting for room in `queue`, all together."""
+        return self._queues[queue].waited
+
+    # ---- the senders' side, through Ref ---------------------------------------------------------------
+
+    def put_nowait(self, message: M | Ask[M]) -> bool:
+        """Queues the message and says True, or says False if its queue is full. Raises `ActorGoneError`."""
+        if self._closed is not None:
+            raise ActorGoneError(self._closed)
+        box = self._box(message)
+        if len(box.items) >= box.bound:
+            return False
+        box.items.append(message)
+        if self._receivers:
+            self._receivers.unpark_all()
+        return True
+
+    async def put(self, message: M | Ask[M]) -> None:
+        """Queues the message, after waiting for room if need be. Raises `ActorGoneError`."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if self.put_nowait(message):
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return
+        box = self._box(message)
+        task = trio.lowlevel.current_task()
+        box.senders[task] = message
+
+        def abort(_: object) -> trio.lowlevel.Abort:
+            box.senders.pop(task, None)
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        began = trio.current_time()
+        try:
+            await trio.lowlevel.wait_task_rescheduled(abort)
+        finally:
+            box.waited += trio.current_time() - began
+
+    def _box(self, message: M | Ask[M]) -> _Queue[M]:
+        return self._queues[self._sort(message.message if isinstance(message, Ask) else message)]
+
+
+class Ref(Generic[M]):
+    """A sender's handle on an actor; the same whether the actor runs in this process or behind a link."""
+
+    def __init__(self, mailbox: Mailbox[M]) -> None:
+        self._mailbox = mailbox
+
+    async def send(self, message: M) -> None:
+        """Queues the message, waiting while its queue is full (back-pressure).
+
+        Raises `ActorGoneError` if the actor is gone or goes away while this waits.
+        """
+        await self._mailbox.put(message)
+
+    def try_send(self, message: M) -> bool:
+        """Queues the message if there is room, and says whether it did; never waits. For hints.
+
+        Raises `ActorGoneError` if the actor is gone.
+        """
+        return self._mailbox.put_nowait(message)
+
+    async def ask(self, message: M, deadline: float) -> object:
+        """Sends the message and returns what its handler answers, within `deadline` seconds.
+
+        Raises `AskFailedError` if the handler failed or the deadline passed, `ActorGoneError` if the actor
+        is gone.
+        """
+        settled = trio.Event()
+        outcome: list[tuple[object, str | None]] = []
+
+        def settle(value: object, reason: str | None) -> None:
+            outcome.append((value, reason))
+            settled.set()
+
+        with trio.move_on_after(deadline):
+            await self._mailbox.put(Ask(message, settle))
+            await settled.wait()
+        if not outcome:
+            raise AskFailedError(f"no answer to {type(message).__name__} within {deadline:g} s")
+        value, reason = outcome[0]
+        if reason is not None:
+            raise AskFailedError(reason)
+        return value
