@@ -19,7 +19,7 @@ Rows = npt.NDArray[np.float32]
 
 @frozen
 class Sampling:
-    """How the last stage picks a token. Temperature 0 is greedy and ignores every other field.
+    """How the last stage picks a token. Temperature 0 is greedy, after the penalties if there are any.
 
     The random stream of a position is keyed by (seed, position) alone, so that a token depends only on the
     tokens before it and the seed, never on how the positions were grouped into windows.

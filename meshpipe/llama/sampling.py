@@ -90,14 +90,17 @@ class Sampler:
         llama_cpp.llama_sampler_chain_add(self._chain, sampler)
         return sampler
 
-    def pick(self, logits: npt.NDArray[np.float32], before: Sequence[int]) -> int:
-        """The token that follows `before` (all of the session's tokens so far), from one row of logits (n_vocab,)."""
+    def pick(self, logits: npt.NDArray[np.float32], tokens: Sequence[int], position: int) -> int:
+        """The token for `position`, from the row of logits (n_vocab,) of the position before.
+
+        `tokens` are the session's tokens by position; those at `position` and above are not looked at.
+        """
         if self._chain is None:
             return int(logits.argmax())
         if self._penalties is not None:
             # Rebuilt for every pick, so that it cannot remember a draft that was rejected.
             llama_cpp.llama_sampler_reset(self._penalties)
-            for token in before[-self._sampling.penalty_last_n :]:
+            for token in tokens[max(0, position - self._sampling.penalty_last_n) : position]:
                 llama_cpp.llama_sampler_accept(self._penalties, token)
         self._candidates["id"] = self._ids
         self._candidates["logit"] = logits
@@ -108,7 +111,7 @@ class Sampler:
         if self._sampling.temperature == 0:
             kept = self._candidates[: array.size]
             return int(kept["id"][kept["logit"].argmax()])
-        dist = llama_cpp.llama_sampler_init_dist(position_seed(self._sampling.seed, len(before)))
+        dist = llama_cpp.llama_sampler_init_dist(position_seed(self._sampling.seed, position))
         llama_cpp.llama_sampler_apply(dist, ctypes.byref(array))
         llama_cpp.llama_sampler_free(dist)
         return int(array.data[array.selected].id)
