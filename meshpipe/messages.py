@@ -185,3 +185,74 @@ class StageDescriptor:
     context: int
     cost: tuple[tuple[int, float], ...] = ()
     exact: bool = True
+
+
+PROTOCOL_VERSION = 1
+"""Rises with every change to the frames or messages that an older peer would misread."""
+
+
+@frozen
+class Hello:
+    """The first message on every connection: who calls, for what, and what it expects of the other side.
+
+    `role` is "data" or "control" (the two connections of a link) or "return" (a return stream). `pipeline`
+    names the pipeline, so that the connections of one link find each other. `stage` is the index of the stage
+    called; `route` are the addresses (host:port) of the stages after it, the next first. The rest are
+    expectations, None where the caller has none: the model's digest, the half-open layer range (`layers[1]`
+    None: any end), the row width, lanes and tokens per lane at least; `activation` is the encoding of rows.
+    """
+
+    protocol: int
+    role: str
+    pipeline: str
+    nonce: bytes
+    stage: int = 0
+    route: tuple[str, ...] = ()
+    model_digest: str | None = None
+    layers: tuple[int, int | None] | None = None
+    n_embd: int | None = None
+    lanes: int = 0
+    context: int = 0
+    activation: str = "float32"
+
+
+@frozen
+class Challenge:
+    """Asks the caller to prove that it knows the shared key."""
+
+    nonce: bytes
+
+
+@frozen
+class Proof:
+    """A keyed digest (HMAC-SHA-256) of the handshake so far."""
+
+    digest: bytes
+
+
+@frozen
+class Welcome:
+    """Accepts a Hello. `descriptors`: the answering stage's and, where it opened a route, the later ones'."""
+
+    protocol: int
+    descriptors: tuple[StageDescriptor, ...] = ()
+
+
+@frozen
+class Refusal:
+    """Declines a Hello (or fails a question asked over a link) with the reason, in words."""
+
+    reason: str
+
+
+CONTROL, REPLIES, WINDOWS = "control", "replies", "windows"
+"""The queues of every mailbox, most urgent first: none of them waits behind a later one."""
+
+
+def queue_of(message: object) -> str:
+    """The queue that a message waits in. Opening and closing a session travel in order with its windows."""
+    if isinstance(message, (Window, OpenSession, CloseSession)):
+        return WINDOWS
+    if isinstance(message, (Reply, SessionOpened)):
+        return REPLIES
+    return CONTROL

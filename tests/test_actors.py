@@ -117,8 +117,8 @@ async def test_cancelled_send_delivers_nothing_and_cancelled_receive_takes_nothi
     async with trio.open_nursery() as nursery:
         nursery.start_soon(box.receive, "control")
         await wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
         box.ref.try_send(Stop(5))
-        nursery.cancel_scope.cancel()  # before the receiver had its turn
     assert box.take("work") == [Job(1)]
     assert box.take("control") == [Stop(5)]
 
