@@ -120,6 +120,14 @@ class Reply:
 
 
 @frozen
+class Progress:
+    """The last stage has run a window that wants no reply (prefill); paces the prefill windows that follow."""
+
+    session: int
+    number: int
+
+
+@frozen
 class Discard:
     """A hint that windows of the session with an epoch below `epoch` are stale; overtakes queued windows."""
 

@@ -99,7 +99,11 @@ class StageEngine:
         options: EngineOptions | None = None,
     ) -> None:
         options = options or EngineOptions()
-        for name, value, most in (("lanes", lanes, 255), ("context", context, 2**31), ("threads", threads, 512)):
+        for name, value, most in (
+            ("lanes", lanes, 255),
+            ("context", context, 2**31),
+            ("threads", threads, 512),
+        ):
             if not 1 <= value <= most:
                 raise UsageError(f"{name} must be from 1 to {most}, not {value}")
         bindings.start()
@@ -116,9 +120,7 @@ class StageEngine:
         try:
             self.n_embd: int = llama_cpp.llama_model_n_embd(self._model)
             self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-            self._sections = (
-                4 if llama_cpp.llama_model_rope_type(self._model) in _MULTI_SECTION_ROPE else 1
-            )
+            self._sections = 4 if llama_cpp.llama_model_rope_type(self._model) in _MULTI_SECTION_ROPE else 1
             trained = llama_cpp.llama_model_n_ctx_train(self._model)
             if context > trained and not options.scales_rope:
                 raise CapacityError(

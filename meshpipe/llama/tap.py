@@ -99,9 +99,7 @@ class Tap:
         if library is not None:
             for slot, function in (("name_of", name_of), ("bytes_of", bytes_of), ("copy", copy)):
                 setattr(self._struct, slot, ctypes.cast(function, _VOID))
-            self.callback = ctypes.cast(
-                library.meshpipe_tap, llama_cpp.ggml_backend_sched_eval_callback
-            )
+            self.callback = ctypes.cast(library.meshpipe_tap, llama_cpp.ggml_backend_sched_eval_callback)
         else:
             wanted, struct = self._keep[0], self._struct
 

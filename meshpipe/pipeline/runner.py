@@ -1,0 +1,195 @@
+"""What a stage computes with: llama.cpp in a thread, or a simulated engine on a virtual clock.
+
+A runner takes the windows of one decode as jobs. The same stage actor drives either kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import trio
+from attrs import frozen
+
+from meshpipe.llama.engine import Aborted, Span, StageEngine
+from meshpipe.llama.sampling import Sampler
+from meshpipe.messages import Rows, Sampling, StageDescriptor, Window
+
+__all__ = ["Aborted", "Job", "LlamaRunner", "Runner", "SimulatedRunner", "matching_picks"]
+
+
+@frozen
+class Job:
+    """One window to run on its lane. `tokens` are the session's tokens by position, the window's included."""
+
+    lane: int
+    window: Window
+    tokens: Sequence[int]
+
+
+Result = Rows | tuple[int, ...]
+"""What leaves a stage for one window: activations (width, n_embd), or on the last stage the picks."""
+
+
+class Runner(Protocol):
+    """What a stage actor needs of an engine."""
+
+    @property
+    def descriptor(self) -> StageDescriptor:
+        """What the stage is and admits."""
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that one decode may have."""
+
+    def open(self, lane: int, sampling: Sampling) -> None:
+        """A session with these settings begins on the lane. Raises UsageError for settings out of bounds."""
+
+    def close(self, lane: int) -> None:
+        """The session on the lane has ended; its cache stays until a window trims it."""
+
+    def length(self, lane: int) -> int:
+        """Positions in the lane's cache."""
+
+    async def run(self, jobs: Sequence[Job]) -> list[Result]:
+        """Trims and runs the jobs as one indivisible piece of work.
+
+        Raises EngineError, and Aborted after `abort`; the jobs' lanes are then trimmed to where they began.
+        """
+
+    def abort(self) -> None:
+        """Ends the running decode early if the backend can."""
+
+
+def matching_picks(window: Window, pick: Callable[[int], int]) -> tuple[int, ...]:
+    """The picks for a window's wanted rows, up to the first that differs from the window's own next token.
+
+    `pick(i)` is the choice of the row at position `window.start + i`.
+    """
+    picks: list[int] = []
+    for index in range(window.width - window.wanted, window.width):
+        token = pick(index)
+        picks.append(token)
+        if index + 1 < window.width and token != window.tokens[index + 1]:
+            break
+    return tuple(picks)
+
+
+class LlamaRunner:
+    """A `StageEngine` in one worker thread at a time."""
+
+    def __init__(self, engine: StageEngine) -> None:
+        self._engine = engine
+        self._thread = trio.CapacityLimiter(1)
+        self._samplers: dict[int, Sampler] = {}
+        slice_ = engine.slice
+        self.descriptor = StageDescriptor(
+            model_digest=slice_.model_digest,
+            layers=(slice_.start, slice_.stop),
+            layer_count=slice_.layer_count,
+            n_embd=engine.n_embd,
+            n_vocab=engine.n_vocab,
+            lanes=engine.lanes,
+            context=engine.context,
+            cost=engine.cost,
+            exact=engine.decodes.exact,
+        )
+        self.most_rows = engine.decodes.most
+
+    def open(self, lane: int, sampling: Sampling) -> None:
+        """See `Runner.open`."""
+        if self._engine.slice.is_last:
+            self._samplers[lane] = Sampler(sampling, self._engine.n_vocab)
+
+    def close(self, lane: int) -> None:
+        """See `Runner.close`."""
+        sampler = self._samplers.pop(lane, None)
+        if sampler is not None:
+            sampler.close()
+
+    def length(self, lane: int) -> int:
+        """See `Runner.length`."""
+        return self._engine.length(lane)
+
+    async def run(self, jobs: Sequence[Job]) -> list[Result]:
+        """See `Runner.run`."""
+        self._engine.rearm()
+        return await trio.to_thread.run_sync(self._run, jobs, limiter=self._thread)
+
+    def abort(self) -> None:
+        """See `Runner.abort`."""
+        self._engine.abort()
+
+    def _run(self, jobs: Sequence[Job]) -> list[Result]:
+        spans = [
+            Span(
+                job.lane,
+                job.window.start,
+                tokens=job.window.tokens if job.window.rows is None else (),
+                rows=job.window.rows,
+                wanted=job.window.wanted,
+            )
+            for job in jobs
+        ]
+        outputs = self._engine.run(spans)
+        if not self._engine.slice.is_last:
+            return list(outputs)
+        return [self._picks(job, logits) for job, logits in zip(jobs, outputs, strict=True)]
+
+    def _picks(self, job: Job, logits: Rows) -> tuple[int, ...]:
+        window, sampler = job.window, self._samplers[job.lane]
+        first = window.width - window.wanted
+        return matching_picks(
+            window, lambda i: sampler.pick(logits[i - first], job.tokens, window.start + i + 1)
+        )
+
+
+class SimulatedRunner:
+    """An engine without a model: takes `cost(rows)` seconds of trio's clock, and says what `target` says.
+
+    `target(tokens)` gives the token that follows `tokens`. Keeps the rule that no window runs above its cache.
+    """
+
+    def __init__(
+        self,
+        descriptor: StageDescriptor,
+        cost: Callable[[int], float],
+        target: Callable[[Sequence[int]], int],
+        most_rows: int = 63,
+    ) -> None:
+        self.descriptor = descriptor
+        self.most_rows = most_rows
+        self._cost, self._target = cost, target
+        self._lengths = [0] * descriptor.lanes
+        self._is_last = descriptor.layers[1] == descriptor.layer_count
+
+    def open(self, lane: int, sampling: Sampling) -> None:
+        """See `Runner.open`."""
+
+    def close(self, lane: int) -> None:
+        """See `Runner.close`."""
+
+    def length(self, lane: int) -> int:
+        """See `Runner.length`."""
+        return self._lengths[lane]
+
+    def abort(self) -> None:
+        """See `Runner.abort`: this one cannot."""
+
+    async def run(self, jobs: Sequence[Job]) -> list[Result]:
+        """See `Runner.run`."""
+        await trio.sleep(self._cost(sum(job.window.width for job in jobs)))
+        results: list[Result] = []
+        for job in jobs:
+            window = job.window
+            assert window.start <= self._lengths[job.lane]
+            self._lengths[job.lane] = window.stop
+            if self._is_last:
+                tokens, start = job.tokens, window.start
+                results.append(
+                    matching_picks(window, lambda i, t=tokens, s=start: self._target(t[: s + i + 1]))
+                )
+            else:
+                results.append(np.zeros((window.width, self.descriptor.n_embd), np.float32))
+        return results

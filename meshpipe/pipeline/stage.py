@@ -1,0 +1,459 @@
+"""The stage actor: its mailbox is the queue of windows, its engine runs them, its results travel on.
+
+How a window goes through:
+
+- Messages for one session arrive in order: OpenSession, windows, CloseSession. They wait in the `windows`
+  queue. A Discard comes by the `control` queue and so overtakes them; it is looked at even while a decode runs.
+- A stale window is dropped unrun. Dropping is monotonic: once an epoch is stale here, every window of it is.
+  The last stage sees staleness first: when its pick differs from the next token that was dispatched, inside a
+  window or against the first of the next window, the rest of that epoch is stale.
+- What may run together runs together when that is quicker in the mean (`merging`). Windows of one session stay
+  in order. Verify windows go before prefill windows, but of two jobs in a row one may be prefill, so that
+  neither stalls the other by more than one job.
+- An idle stage never waits for company: it runs what is there.
+
+A window that cannot be run ends its session with a SessionFailed and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+import trio
+from attrs import define, evolve, frozen
+
+from meshpipe.actors import Actor, Mailbox, handles
+from meshpipe.errors import ActorGoneError, EngineError, MeshpipeError
+from meshpipe.messages import (
+    CloseSession,
+    Discard,
+    OpenSession,
+    Progress,
+    Reply,
+    SessionFailed,
+    SessionOpened,
+    Timing,
+    Window,
+)
+from meshpipe.pipeline.merging import merged_count
+from meshpipe.pipeline.runner import Aborted, Job, Result, Runner
+from meshpipe.speculation.policy import CostCurve
+
+log = logging.getLogger("meshpipe.stage")
+
+_NEVER = 2**63
+"""Above every epoch: a session whose windows are all stale."""
+
+Downward = OpenSession | Window | CloseSession | Discard
+"""What travels from the coordinator to the last stage."""
+Upward = Reply | Progress | SessionOpened | SessionFailed
+"""What travels to the coordinator."""
+
+
+class Sender(Protocol):
+    """Where a stage sends: a `Ref`, or a link's end that looks like one."""
+
+    async def send(self, message: object) -> None:
+        """Waits for room if need be. Raises ActorGoneError."""
+
+    def try_send(self, message: object) -> bool:
+        """Says False if there is no room. Raises ActorGoneError."""
+
+
+@frozen(eq=False)
+class Route:
+    """One coordinator's path through this stage: the next stage (None at the last), and the way back."""
+
+    downstream: Sender | None
+    back: Sender
+
+
+@frozen
+class Arrival:
+    """A message that came along a route, at `at` on this host's clock (seconds)."""
+
+    route: Route
+    message: Downward
+    at: float
+
+
+@frozen
+class RouteLost:
+    """A route's coordinator is gone: its sessions end, nothing is sent."""
+
+    route: Route
+
+
+StageMessage = Arrival | RouteLost
+
+
+def stage_mailbox(windows: int = 4096) -> Mailbox[StageMessage]:
+    """A stage's mailbox. `windows` bounds the queue of windows: two epochs' credits of all lanes.
+
+    Discards are hints and have a queue of their own, so that they are seen before the windows they concern.
+    """
+
+    def queue_of(message: StageMessage) -> str:
+        if isinstance(message, RouteLost) or isinstance(message.message, Discard):
+            return "control"
+        return "windows"
+
+    return Mailbox({"control": 1024, "windows": windows}, sort=queue_of)
+
+
+@frozen
+class Inlet:
+    """A `Sender` into a stage's mailbox along one route: how a coordinator in this process, or a link, delivers."""
+
+    mailbox: Mailbox[StageMessage]
+    route: Route
+
+    async def send(self, message: object) -> None:
+        """See `Sender.send`."""
+        await self.mailbox.ref.send(self._arrival(message))
+
+    def try_send(self, message: object) -> bool:
+        """See `Sender.try_send`."""
+        return self.mailbox.ref.try_send(self._arrival(message))
+
+    def _arrival(self, message: object) -> Arrival:
+        if not isinstance(message, Downward):
+            raise TypeError(f"a stage does not take {type(message).__name__}")
+        return Arrival(self.route, message, trio.current_time())
+
+
+@define(eq=False)
+class _Session:
+    """What a stage keeps of a session. `tokens` are by position, as the windows said them."""
+
+    number: int
+    route: Route
+    lane: int
+    tokens: list[int]
+    stale_below: int = 0  # windows of lower epochs are stale
+    expected: tuple[int, int, int] | None = None  # last stage: (epoch, position after its last window, pick)
+
+    def make_stale(self, epoch: int) -> None:
+        """Marks the epoch and all before it as stale."""
+        self.stale_below = max(self.stale_below, epoch + 1)
+
+
+@frozen(eq=False)
+class _Queued:
+    session: _Session
+    window: Window
+    at: float
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.window.wanted < self.window.width
+
+    @property
+    def is_stale(self) -> bool:
+        return self.window.epoch < self.session.stale_below
+
+    def contradicts_pick(self) -> bool:
+        """Last stage: whether the pick of the window before has shown this one's epoch to be stale."""
+        window = self.window
+        if self.session.expected is None or self.is_prefill:
+            return False
+        epoch, position, token = self.session.expected
+        return (epoch, position) == (window.epoch, window.start) and token != window.tokens[0]
+
+
+@define
+class StageCounters:
+    """What the stage did so far, in windows, rows and seconds."""
+
+    jobs: int = 0
+    windows_run: int = 0
+    rows_run: int = 0
+    windows_dropped: int = 0
+    rows_dropped: int = 0
+    rows_run_in_vain: int = 0
+    aborted: int = 0
+    busy: float = 0.0
+
+
+class Stage(Actor[StageMessage]):
+    """Runs windows; see the top of this file. `index` is its place in the split."""
+
+    def __init__(self, mailbox: Mailbox[StageMessage], index: int, runner: Runner) -> None:
+        super().__init__(mailbox)
+        self.index = index
+        self.counters = StageCounters()
+        self._runner = runner
+        self._cost = CostCurve(runner.descriptor.cost or ((1, 1.0), (2, 2.0)))
+        self._is_last = runner.descriptor.layers[1] == runner.descriptor.layer_count
+        self._sessions: dict[tuple[Route, int], _Session] = {}
+        self._lanes: dict[int, _Session] = {}
+        self._ready: deque[_Queued] = deque()
+        self._running: list[_Queued] = []
+        self._last_was_prefill = False
+
+    @property
+    def lanes_busy(self) -> int:
+        """Number of open sessions."""
+        return len(self._sessions)
+
+    async def run(self) -> None:
+        """Runs until the mailbox is closed and empty."""
+        while True:
+            if not self._ready:
+                try:
+                    await self.mailbox.wait()
+                except trio.EndOfChannel:
+                    return
+            await self._take_control()
+            await self._take_windows()
+            self._drop_stale()
+            if self._ready:
+                await self._run_job(self._choose())
+
+    # ---------------------------------------------------------------- what arrives
+
+    @handles(Arrival)
+    async def arrived(self, arrival: Arrival) -> None:
+        """A message along a route."""
+        message = arrival.message
+        if isinstance(message, Window):
+            await self._arrived_window(arrival.route, message, arrival.at)
+        elif isinstance(message, OpenSession):
+            await self._open(arrival.route, message)
+        elif isinstance(message, CloseSession):
+            await self._close(arrival.route, message)
+        else:
+            self._discard(arrival.route, message)
+
+    @handles(RouteLost)
+    async def route_lost(self, lost: RouteLost) -> None:
+        """The coordinator is gone: frees its lanes, after the decode at hand."""
+        for session in [s for s in self._sessions.values() if s.route is lost.route]:
+            session.stale_below = _NEVER
+            if not self._running:
+                self._forget(session)
+
+    async def _take_control(self) -> None:
+        for message in self.mailbox.take("control"):
+            await self.dispatch(message)
+
+    async def _take_windows(self) -> None:
+        for message in self.mailbox.take("windows"):
+            await self.dispatch(message)
+
+    async def _watch_control(self) -> None:
+        """While a job runs: takes Discards, and ends the decode if all that it computes is stale."""
+        while True:
+            await self.mailbox.wait("control")
+            await self._take_control()
+            if self._running and all(queued.is_stale for queued in self._running):
+                self._runner.abort()
+
+    async def _open(self, route: Route, message: OpenSession) -> None:
+        lanes = self._runner.descriptor.lanes
+        problem: str | None = None
+        if not 0 <= message.lane < lanes:
+            problem = f"lane {message.lane} was asked for; this stage has lanes 0 to {lanes - 1}"
+        elif message.lane in self._lanes:
+            problem = f"lane {message.lane} is taken by another session; choose a free one"
+        elif len(message.cached) > self._runner.length(message.lane):
+            problem = (
+                f"{len(message.cached)} cached positions were named; "
+                f"lane {message.lane} has {self._runner.length(message.lane)}"
+            )
+        else:
+            try:
+                self._runner.open(message.lane, message.sampling)
+            except MeshpipeError as error:
+                problem = str(error)
+        if problem is not None:
+            await self._fail(route, message.session, problem)
+            return
+        session = _Session(message.session, route, message.lane, list(message.cached))
+        self._sessions[route, message.session] = self._lanes[message.lane] = session
+        if route.downstream is not None:
+            await self._send(route.downstream, message)
+        else:
+            await self._send(route.back, SessionOpened(message.session))
+
+    async def _close(self, route: Route, message: CloseSession) -> None:
+        session = self._sessions.get((route, message.session))
+        if session is not None:
+            self._forget(session)
+        if route.downstream is not None:
+            await self._send(route.downstream, message)
+
+    async def _arrived_window(self, route: Route, window: Window, at: float) -> None:
+        session = self._sessions.get((route, window.session))
+        if session is None:  # refused, failed or closed: what still comes is of no use
+            self._count_dropped(window)
+        else:
+            self._ready.append(_Queued(session, window, at))
+
+    def _discard(self, route: Route, message: Discard) -> None:
+        session = self._sessions.get((route, message.session))
+        if session is not None:
+            session.stale_below = max(session.stale_below, message.epoch)
+        if route.downstream is not None:
+            try:
+                route.downstream.try_send(message)  # a hint: better lost than waited for
+            except ActorGoneError:
+                log.debug("a Discard found no next stage")
+
+    def _forget(self, session: _Session) -> None:
+        """Frees the session's lane and drops its windows."""
+        del self._sessions[session.route, session.number]
+        del self._lanes[session.lane]
+        session.stale_below = _NEVER
+        self._runner.close(session.lane)
+
+    # ---------------------------------------------------------------- what runs
+
+    def _drop_stale(self) -> None:
+        """Removes stale windows, the last stage's own findings included."""
+        kept: deque[_Queued] = deque()
+        for queued in self._ready:
+            if queued.contradicts_pick():
+                queued.session.make_stale(queued.window.epoch)
+            if queued.is_stale:
+                self._count_dropped(queued.window)
+            else:
+                kept.append(queued)
+        self._ready = kept
+
+    def _choose(self) -> list[_Queued]:
+        """Takes the windows of the next job out of `_ready`."""
+        verify: list[_Queued] = []
+        prefilling: set[int] = set()
+        for queued in self._ready:
+            if queued.is_prefill:
+                prefilling.add(queued.session.number)
+            elif queued.session.number not in prefilling:
+                verify.append(queued)
+        first_prefill = next((queued for queued in self._ready if queued.is_prefill), None)
+        if first_prefill is not None and (not verify or not self._last_was_prefill):
+            chosen = [first_prefill]
+        else:
+            rows = [queued.window.width for queued in verify]
+            chosen = verify[: merged_count(rows, self._cost, self._runner.most_rows)]
+        self._last_was_prefill = chosen[0] is first_prefill
+        picked = set(map(id, chosen))
+        self._ready = deque(queued for queued in self._ready if id(queued) not in picked)
+        return chosen
+
+    async def _run_job(self, chosen: list[_Queued]) -> None:
+        """Computes the windows, in one decode if all goes well, and sends the results on."""
+        runnable = [queued for queued in chosen if await self._starts_in_cache(queued, chosen)]
+        if not runnable:
+            return
+        jobs = []
+        for queued in runnable:
+            session, window = queued.session, queued.window
+            session.tokens[window.start :] = window.tokens
+            jobs.append(Job(session.lane, window, session.tokens))
+        began = trio.current_time()
+        self._running = runnable
+        results: list[Result] | None = None
+        problem: EngineError | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_control)
+            try:
+                results = await self._runner.run(jobs)
+            except Aborted:
+                self.counters.aborted += 1
+            except EngineError as error:
+                problem = error
+            service = trio.current_time() - began
+            self.counters.jobs += 1
+            self.counters.busy += service
+            if results is not None:
+                await self._deliver(runnable, results, began, service)
+            nursery.cancel_scope.cancel()
+        self._running = []
+        for session in [s for s in self._sessions.values() if s.stale_below == _NEVER]:
+            self._forget(session)
+        if problem is not None:
+            await self._after_failure(runnable, problem)
+
+    async def _starts_in_cache(self, queued: _Queued, chosen: Iterable[_Queued]) -> bool:
+        """Rule: no window runs above its lane's cache; of several of one session the first must fit."""
+        session, window = queued.session, queued.window
+        first = next(other for other in chosen if other.session is session)
+        have = self._runner.length(session.lane)
+        if first is not queued or window.start <= have:
+            return not queued.is_stale
+        await self._fail_session(
+            session,
+            f"a window starts at position {window.start}, above the {have} positions in the cache of "
+            f"lane {session.lane}",
+        )
+        return False
+
+    async def _after_failure(self, runnable: list[_Queued], problem: EngineError) -> None:
+        """A decode failed: of several windows each is tried alone, so that one cannot take others along."""
+        if len(runnable) > 1:
+            for queued in runnable:
+                if not queued.is_stale:
+                    await self._run_job([queued])
+        else:
+            await self._fail_session(runnable[0].session, str(problem))
+
+    async def _deliver(
+        self, runnable: list[_Queued], results: list[Result], began: float, service: float
+    ) -> None:
+        rows = sum(queued.window.width for queued in runnable)
+        for queued, result in zip(runnable, results, strict=True):
+            session, window = queued.session, queued.window
+            self.counters.windows_run += 1
+            self.counters.rows_run += window.width
+            if queued.contradicts_pick():  # the window before was of the same decode
+                session.make_stale(window.epoch)
+            if queued.is_stale:
+                self.counters.rows_run_in_vain += window.width
+                continue
+            timing = Timing(self.index, began - queued.at, service, rows)
+            timings = (*window.timings, timing)
+            if not self._is_last:
+                assert session.route.downstream is not None
+                onward = evolve(window, rows=result, timings=timings)
+                await self._send(session.route.downstream, onward)
+            elif window.wanted:
+                assert isinstance(result, tuple)
+                first = window.stop - window.wanted
+                self._note_picks(session, window, first, result)
+                reply = Reply(session.number, window.epoch, window.number, first, result, timings)
+                await self._send(session.route.back, reply)
+            else:
+                await self._send(session.route.back, Progress(session.number, window.number))
+
+    def _note_picks(self, session: _Session, window: Window, first: int, picks: tuple[int, ...]) -> None:
+        """Last stage: a pick that differs from what was dispatched makes the rest of the epoch stale."""
+        position = first + len(picks)
+        if position < window.stop:
+            session.make_stale(window.epoch)
+        else:
+            session.expected = (window.epoch, position, picks[-1])
+
+    # ---------------------------------------------------------------- what leaves
+
+    async def _send(self, to: Sender, message: object) -> None:
+        """Sends along a route; a route that is gone is told by its RouteLost, not here."""
+        try:
+            await to.send(message)
+        except ActorGoneError:
+            log.debug("stage %d: no one takes %s any more", self.index, type(message).__name__)
+
+    async def _fail_session(self, session: _Session, reason: str) -> None:
+        self._forget(session)
+        await self._fail(session.route, session.number, reason)
+
+    async def _fail(self, route: Route, session: int, reason: str) -> None:
+        log.warning("stage %d: session %d failed: %s", self.index, session, reason)
+        await self._send(route.back, SessionFailed(session, self.index, reason))
+
+    def _count_dropped(self, window: Window) -> None:
+        self.counters.windows_dropped += 1
+        self.counters.rows_dropped += window.width
