@@ -19,9 +19,9 @@ from pathlib import Path
 
 from attrs import frozen
 
-from meshpipe.errors import CapacityError, MeshpipeError, ModelError, SplitError
+from meshpipe.errors import CapacityError, ModelError
 from meshpipe.llama import architectures, gguf
-from meshpipe.llama.gguf import Header, Tensor, read_header
+from meshpipe.llama.gguf import Header, Tensor, Value, read_header
 from meshpipe.llama.identity import digest_of
 
 FORMAT = 1
@@ -82,6 +82,14 @@ def read_slice(path: str | os.PathLike[str]) -> Slice:
 
 _SLICE_KEYS = ("meshpipe.slice.start", "meshpipe.slice.stop", "meshpipe.slice.layer_count")
 _DIGEST_KEY = "meshpipe.slice.model_digest"
+
+
+def slice_keys(start: int, stop: int, layer_count: int, digest: str) -> dict[str, Value]:
+    """The metadata by which a file says that it is the slice of layers `[start, stop)` of a model."""
+    numbers = zip(_SLICE_KEYS, (start, stop, layer_count), strict=True)
+    result = {key: gguf.value(gguf.U32, number) for key, number in numbers}
+    result[_DIGEST_KEY] = gguf.value(gguf.STRING, digest)
+    return result
 
 
 def cache_directory() -> Path:
@@ -173,9 +181,7 @@ def _plan(header: Header, start: int, stop: int, vocabulary: bool, nextn: bool, 
         metadata["tokenizer.ggml.model"] = gguf.value(gguf.STRING, "no_vocab")
         rows = architectures.vocabulary_size(header) if last else 1
         metadata[f"{arch}.vocab_size"] = gguf.value(gguf.U32, rows)
-    for key, number in zip(_SLICE_KEYS, (start, stop, layers), strict=True):
-        metadata[key] = gguf.value(gguf.U32, number)
-    metadata[_DIGEST_KEY] = gguf.value(gguf.STRING, digest)
+    metadata |= slice_keys(start, stop, layers, digest)
 
     tied = not any(name.startswith(HEAD) for name in header.tensors)
     one_row = not vocabulary and not last
@@ -189,7 +195,7 @@ def _plan(header: Header, start: int, stop: int, vocabulary: bool, nextn: bool, 
                 continue
             local = layer - start if layer < layers else layer - layers + stop - start
             name = f"blk.{local}.{name.split('.', 2)[2]}"
-        elif name.startswith(HEAD) or (name.startswith(EMBEDDING)):
+        elif name.startswith((HEAD, EMBEDDING)):
             wanted = last if name.startswith(HEAD) else start == 0 or (last and (tied or nextn))
             if not wanted:
                 source = None

@@ -1,0 +1,227 @@
+"""Writes a miniature twin of a model: everything that decides how its layers behave, at the smallest widths.
+
+The twin has the model's architecture, number of layers, per-layer metadata, and for every tensor one of the
+same name and type; heads, rows, experts and vocabulary are few, and the weights are random. What a layer does
+because of its index, or because of how many layers there are, it does in the twin too. Only the model's header
+is read, so that a twin takes seconds whatever the model's size.
+
+Which shape a tensor has at other widths is asked of llama.cpp itself: given metadata alone it creates every
+tensor that the architecture can have. Bad metadata can abort the process there, so call this in a child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from meshpipe.errors import ModelError
+from meshpipe.llama import bindings, gguf
+from meshpipe.llama.gguf import Header, Value
+
+VOCABULARY = 96
+_UNIT = 256  # one block of the K quantizations
+_WINDOW = 8
+_POOL = 1 << 18
+_DEVIATION = 0.06
+
+
+class _Tensor(ctypes.Structure):
+    """The head of ggml's `struct ggml_tensor`."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+    )
+
+
+class _ReadParameters(ctypes.Structure):
+    """`struct gguf_init_params`."""
+
+    _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
+
+
+def tensor_shapes(metadata: Mapping[str, Value]) -> dict[str, tuple[int, ...]]:
+    """Every tensor that llama.cpp makes of these metadata, with its shape; dimensions of 1 at the end are cut.
+
+    Raises ModelError when llama.cpp refuses the metadata; some that are wrong abort the process instead.
+    """
+    bindings.start()
+    read = bindings.function("gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, _ReadParameters)
+    free = bindings.function("gguf_free", None, ctypes.c_void_p)
+    name_of = bindings.function("ggml_get_name", ctypes.c_char_p, ctypes.c_void_p)
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    @llama_cpp.llama_model_set_tensor_data_t
+    def note(tensor: int, _user_data: object) -> None:
+        shape = list(_Tensor.from_address(tensor).ne)
+        while len(shape) > 1 and shape[-1] == 1:
+            shape.pop()
+        shapes[name_of(tensor).decode()] = tuple(shape)
+
+    with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
+        file.write(gguf.encode_header(metadata, [])[0])
+        file.flush()
+        context = read(file.name.encode(), _ReadParameters(True, None))
+    params = llama_cpp.llama_model_default_params()
+    params.n_gpu_layers = 0
+    params.load_mtp = True
+    model = llama_cpp.llama_model_init_from_user(context, note, None, params)
+    if not model:
+        free(context)
+        raise ModelError("llama.cpp refuses these metadata; the log of meshpipe.llama says why")
+    llama_cpp.llama_model_free(model)
+    free(context)
+    return shapes
+
+
+def small_metadata(header: Header) -> dict[str, Value]:
+    """The model's metadata with every width shrunk, and without its vocabulary."""
+    arch = header.architecture
+    result = {
+        key: entry
+        for key, entry in header.metadata.items()
+        if not key.startswith(("tokenizer.", "split.", "general.")) or key == "general.architecture"
+    }
+
+    def put(key: str, content: Any) -> None:
+        old = header.metadata.get(arch + key)
+        if old is None or not old.is_array:
+            result[arch + key] = gguf.value(gguf.U32 if old is None else old.kind, content)
+        else:
+            assert old.element is not None
+            result[arch + key] = gguf.array(old.element, content)
+
+    def ranks(key: str, unit: int, most: int = 1 << 30) -> None:
+        """Distinct values become distinct multiples of `unit`, 0 stays 0."""
+        old = header.get(key)
+        if old is not None:
+            several = old if isinstance(old, list) else [old]
+            order = {number: rank + 1 for rank, number in enumerate(sorted({n for n in several if n > 0}))}
+            new = [min(order[number] * unit, most) if number > 0 else number for number in several]
+            put(key, new if isinstance(old, list) else new[0])
+
+    result["tokenizer.ggml.model"] = gguf.value(gguf.STRING, "no_vocab")
+    put(".vocab_size", VOCABULARY)
+
+    heads = header.get(".attention.head_count", 0)
+    groups = header.get(".attention.head_count_kv", heads)
+    first = heads[0] if isinstance(heads, list) else heads
+    width = header.integer(".embedding_length")
+    if first:
+        size = header.integer(".attention.key_length", width // first)
+        grouped = heads != groups
+        per_row = math.lcm(size, _UNIT) // size
+        factor = per_row if per_row <= 4 else 1
+        ranks(".attention.head_count", 2 * factor if grouped else factor)
+        ranks(".attention.head_count_kv", factor)
+        small = gguf_scalar(result[f"{arch}.attention.head_count"]) * size
+        put(".embedding_length", small if width == first * size else _UNIT if small != _UNIT else 2 * _UNIT)
+    else:
+        put(".embedding_length", _UNIT)
+    ranks(".feed_forward_length", _UNIT)
+    ranks(".expert_feed_forward_length", _UNIT)
+    ranks(".expert_shared_feed_forward_length", _UNIT)
+    ranks(".attention.q_lora_rank", _UNIT)
+    experts = header.get(".expert_count", 0)
+    if experts:
+        put(".expert_count", min(experts, 8))
+        ranks(".expert_used_count", 2, min(experts, 4))
+        if header.get(".expert_group_count", 0) > 1:
+            put(".expert_group_count", 2)
+            put(".expert_group_used_count", 1)
+    for key in (".attention.sliding_window", ".attention.chunk_size"):
+        if header.get(key, 0):
+            put(key, _WINDOW)
+    if "position_embd.weight" in header.tensors:
+        put(".context_length", 512)
+    return result
+
+
+def gguf_scalar(entry: Value) -> int:
+    """An integer, the first of an array."""
+    content = entry.decode()
+    return int(content[0] if isinstance(content, list) else content)
+
+
+def write_twin(header: Header, path: Path, seed: int = 0, tapped: int | None = None) -> None:
+    """Writes the miniature twin of a model to `path`.
+
+    With `tapped`, the twin says that it ends before that layer, though it holds them all: an engine then gives
+    the whole model's activations there. Raises ModelError where llama.cpp refuses the small widths.
+    """
+    from meshpipe.llama.slicing import slice_keys
+
+    metadata = small_metadata(header)
+    shapes = tensor_shapes(metadata)
+    rng = np.random.default_rng(seed)
+    table, data = [], []
+    pools: dict[int, npt.NDArray[np.uint8]] = {}
+    for tensor in header.tensors.values():
+        shape = shapes.get(tensor.name) or _fused(tensor.name, shapes)
+        if shape is None:
+            raise ModelError(f"no twin of {header.path.name}: llama.cpp does not say what shape {tensor.name} has")
+        kind = tensor.kind
+        if shape[0] % gguf.TENSOR_TYPES[kind][1]:
+            kind = 1  # f16: too narrow for a block of its type
+        table.append((tensor.name, shape, kind))
+        data.append(_weights(tensor.name, shape, kind, rng, pools))
+    if tapped is not None:
+        metadata |= slice_keys(0, tapped, header.integer(".block_count"), "")
+    encoded, offsets, length = gguf.encode_header(metadata, table)
+    with path.open("wb") as file:
+        file.write(encoded)
+        for offset, content in zip(offsets, data, strict=True):
+            file.seek(offset)
+            file.write(content)
+        file.truncate(length)
+
+
+def _fused(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The shape of a fused tensor that llama.cpp makes only if a file has it."""
+    if ".attn_qkv." not in name:
+        return None
+    parts = [shapes.get(name.replace("attn_qkv", part)) for part in ("attn_q", "attn_k", "attn_v")]
+    if not all(parts):
+        return None
+    known = [part for part in parts if part]
+    return (*known[0][:-1], sum(part[-1] for part in known))
+
+
+def _weights(
+    name: str, shape: tuple[int, ...], kind: int, rng: np.random.Generator, pools: dict[int, npt.NDArray[np.uint8]]
+) -> bytes:
+    """Random weights: norms about 1, factors of RoPE above 0, everything else about 0."""
+    count = math.prod(shape)
+    if kind == 0 and (len(shape) == 1 or "norm" in name):
+        centre = 1.0 if re.search(r"norm|factors|freqs|scale", name) else 0.0
+        return (centre + rng.uniform(-0.25, 0.25, count)).astype(np.float32).tobytes()
+    if kind not in pools:
+        pools[kind] = _quantized(rng.standard_normal(_POOL).astype(np.float32) * np.float32(_DEVIATION), kind)
+    _, elements, size = gguf.TENSOR_TYPES[kind]
+    blocks = count // elements
+    pool = pools[kind].reshape(-1, size)
+    return np.take(pool, np.arange(blocks) + rng.integers(len(pool)), axis=0, mode="wrap").tobytes()
+
+
+def _quantized(values: npt.NDArray[np.float32], kind: int) -> npt.NDArray[np.uint8]:
+    """`values`, a multiple of 256, as blocks of a ggml type."""
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    quantize = bindings.function(
+        "ggml_quantize_chunk", ctypes.c_size_t, ctypes.c_int, pointer, pointer, number, number, number, pointer
+    )
+    rows = len(values) // _UNIT
+    result = np.empty(gguf.tensor_size(kind, (_UNIT, rows)), np.uint8)
+    importance = np.ones(_UNIT, np.float32)
+    quantize(kind, values.ctypes.data, result.ctypes.data, 0, rows, _UNIT, importance.ctypes.data)
+    return result
