@@ -206,8 +206,8 @@ class Ref(Generic[M]):
     def __init__(self, mailbox: Mailbox[M]) -> None:
         self._mailbox = mailbox
 
-    async def send(self, message: M) -> None:
-        """Queues the message, waiting while its queue is full (back-pressure).
+    async def send(self, message: M | Ask[M]) -> None:
+        """Queues the message, waiting while its queue is full (back-pressure). An `Ask` passes a question on.
 
         Raises `ActorGoneError` if the actor is gone or goes away while this waits.
         """
