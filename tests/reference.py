@@ -125,7 +125,8 @@ class Raw:
         else:
             rows = np.ascontiguousarray(rows, np.float32)
             batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-            positions = list(range(start, start + count)) * self.sections
+            # llama.cpp gives text the same position in three sections and 0 in the fourth.
+            positions = list(range(start, start + count)) * min(self.sections, 3) + [0] * count * (self.sections > 3)
         batch.pos = (ctypes.c_int32 * len(positions))(*positions)
         batch.n_seq_id = (ctypes.c_int32 * count)(*[1] * count)
         sequence = (ctypes.c_int32 * 1)(0)
@@ -177,14 +178,17 @@ def split_logits(
     widths: Sequence[int] = (ROWS,),
     context: int = 1024,
     trims: bool = False,
+    tap: str = "l_out-{}",
 ) -> Floats:
     """Like `unsplit_logits`, of a chain of slices with these numbers of layers.
+
+    `tap` names the graph node that leaves a slice, by its last local layer.
 
     `trims`: before every decode but the first, two rows of other tokens are run after the last position and
     trimmed away again, on every slice.
     """
     stages = [
-        Raw(path, context, taps=[f"l_out-{length - 1}"] if number < len(slices) - 1 else [])
+        Raw(path, context, taps=[tap.format(length - 1)] if number < len(slices) - 1 else [])
         for number, (path, length) in enumerate(zip(slices, lengths, strict=True))
     ]
 

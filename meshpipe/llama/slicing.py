@@ -63,7 +63,7 @@ class Slice:
     @property
     def tapped_tensor(self) -> str:
         """The graph node whose rows are the activations that leave the stage."""
-        return f"l_out-{self.stop - self.start - 1}"
+        return architectures.boundary(self.architecture, self.stop - self.start)
 
 
 def read_slice(path: str | os.PathLike[str]) -> Slice:
