@@ -1,0 +1,335 @@
+"""Links: a stage's way to its neighbour, and back.
+
+A link joins two mailboxes over one or two connections. What is sent to `link.ref` at one end arrives in the
+inbox given at the other end. Windows and replies ride the data connection, control messages the control
+connection, so that a prefill frame of megabytes delays no Discard. Both directions work alike: downstream the
+data connection carries windows, upstream it carries relayed replies.
+
+Why nothing can block what would relieve it: each connection has one writer and one reader per direction; a
+full inbox queue stops only the reader of its connection, which stops (through TCP) only the writer of that
+connection at the other end, which leaves only that writer's queues in the outbox full. The only messages that
+share a reader are windows and replies, and they travel in opposite directions.
+
+A Discard that passes through also takes the session's stale windows out of the outbox, and those that come
+later: the link drops a tail of each epoch, never a middle.
+
+The life of a link: `run` until the peer ends it or `close` was called (both let what is queued go out, then
+an END frame on each connection), or until it fails: a lost connection, a peer that breaks the protocol, or one
+that was silent for too long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import attrs
+import trio
+from attrs import frozen
+
+from meshpipe import messages
+from meshpipe.actors import Ask, Mailbox, Ref
+from meshpipe.errors import ActorGoneError, MeshpipeError, ProtocolError, StageLostError
+from meshpipe.messages import (
+    CONTROL,
+    REPLIES,
+    WINDOWS,
+    CloseSession,
+    Discard,
+    Ping,
+    Pong,
+    Refusal,
+    Window,
+    queue_of,
+)
+
+from .conditions import Conditions, Wire
+from .connections import Connection
+from .frames import Frame, Kind
+
+BOUNDS: Mapping[str, int] = {CONTROL: 64, REPLIES: 64, WINDOWS: 16}
+"""Messages that wait in a link's outbox, by queue, unless told otherwise."""
+
+HANDSHAKE_ONLY = (messages.Hello, messages.Challenge, messages.Proof, messages.Welcome)
+GRACE = 3.0
+REMEMBERED = 1024
+"""Sessions whose Discard, and questions whose answer, a link keeps in mind."""
+
+
+@frozen
+class Heartbeat:
+    """A Ping every `every` seconds; a peer from which nothing came for `deadline` seconds is lost."""
+
+    every: float = 1.0
+    deadline: float = 10.0
+
+
+@attrs.define
+class Traffic:
+    """What a link has carried. `blocked` is the seconds spent inside sends, writes that failed not counted."""
+
+    frames_sent: int = 0
+    bytes_sent: int = 0
+    frames_received: int = 0
+    blocked: float = 0.0
+    stale_dropped: int = 0
+
+
+@frozen
+class _Answer:
+    """On its way back to the peer that asked."""
+
+    number: int
+    value: object
+    failure: str | None
+
+
+def _outbox_queue(message: object) -> str:
+    return CONTROL if isinstance(message, _Answer) else queue_of(message)
+
+
+class Link:
+    """One end of a link. Send to `ref`; what comes goes into `inbox`; `run` does the work.
+
+    `control` None puts everything on the one connection `data`, control first (a return stream: its frames are
+    small). `bounds` are those of the outbox. `conditions` are suffered by what this end sends, on each
+    connection. `heartbeat` None sends none and never finds the peer silent.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inbox: Ref[Any],
+        data: Connection,
+        control: Connection | None = None,
+        *,
+        bounds: Mapping[str, int] = BOUNDS,
+        heartbeat: Heartbeat | None = Heartbeat(),
+        conditions: Conditions | None = None,
+    ) -> None:
+        self.name = name
+        self.traffic = Traffic()
+        self._inbox = inbox
+        self._outbox: Mailbox[Any] = Mailbox(bounds, _outbox_queue)
+        self.ref: Ref[Any] = self._outbox.ref
+        self._heartbeat = heartbeat
+        self._ways: list[tuple[Connection, tuple[str, ...]]]
+        if control is None:
+            self._ways = [(data, (CONTROL, REPLIES, WINDOWS))]
+        else:
+            self._ways = [(control, (CONTROL,)), (data, (REPLIES, WINDOWS))]
+        self._conditions = conditions
+        self._numbers = itertools.count(1)
+        self._asks: dict[int, Ask[Any]] = {}
+        self._probes: dict[int, trio.Event] = {}
+        self._round_trips: deque[float] = deque(maxlen=8)
+        self._discarded: dict[int, int] = {}
+        self._closing = trio.Event()
+        self._closed_here = False
+        self._reading_since: dict[Connection, float | None] = {}
+        self._failure: MeshpipeError | None = None
+        self._scope = trio.CancelScope()
+
+    # ---- for the owner --------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Carries messages until the link has ended in an orderly way on both sides.
+
+        Raises `StageLostError`, `ProtocolError` or (the inbox is closed) `ActorGoneError`. However it ends,
+        both connections are closed and senders get `ActorGoneError`. Cancelling it closes without a word.
+        """
+        reason = f"link {self.name} was cancelled"
+        try:
+            with self._scope:
+                async with trio.open_nursery() as watchers:
+                    watchers.start_soon(self._guarded, self._linger)
+                    if self._heartbeat is not None:
+                        watchers.start_soon(self._guarded, self._watch, self._heartbeat)
+                    async with trio.open_nursery() as carriers:
+                        for connection, queues in self._ways:
+                            carriers.start_soon(self._guarded, self._read, connection)
+                            carriers.start_soon(self._guarded, self._write, connection, queues)
+                    watchers.cancel_scope.cancel()
+            reason = f"link {self.name} has ended" if self._failure is None else str(self._failure)
+        finally:
+            self._outbox.close(reason)
+            for ask in self._asks.values():
+                ask.fail(reason)
+            with trio.CancelScope(shield=True):
+                for connection, _ in self._ways:
+                    await connection.aclose()
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Ends the link in order: no more sends, what is queued still goes out; `run` returns when all is done."""
+        self._closed_here = True
+        self._end(f"link {self.name} is closing")
+
+    @property
+    def round_trip(self) -> float | None:
+        """The shortest of the last round trips in seconds, None before the first."""
+        return min(self._round_trips, default=None)
+
+    @property
+    def waited_for_room(self) -> float:
+        """Seconds that senders of windows have waited for room in the outbox."""
+        return self._outbox.waited(WINDOWS)
+
+    async def probe(self, deadline: float = 3.0) -> float:
+        """Proves that the peer lives, before an idle link is used again; returns the round trip in seconds.
+
+        Raises `StageLostError` if it does not answer within `deadline` seconds, `ActorGoneError` if the link
+        has ended.
+        """
+        nonce = next(self._numbers)
+        answered = self._probes[nonce] = trio.Event()
+        began = trio.current_time()
+        try:
+            with trio.move_on_after(deadline):
+                await self.ref.send(Ping(nonce, began))
+                await answered.wait()
+                return trio.current_time() - began
+        finally:
+            del self._probes[nonce]
+        raise StageLostError(f"link {self.name}: the peer did not answer within {deadline:g} s")
+
+    # ---- tasks ----------------------------------------------------------------------------------------
+
+    async def _guarded(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
+        """Runs one task; the first error ends the link and is what `run` raises."""
+        try:
+            await work(*args)
+        except MeshpipeError as error:
+            if self._failure is None:
+                self._failure = type(error)(f"link {self.name}: {error}")
+            self._scope.cancel()
+
+    async def _write(self, connection: Connection, queues: tuple[str, ...]) -> None:
+        if self._conditions is None:
+            await self._write_to(connection.send, queues)
+            return
+        wire = Wire(connection, self._conditions)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._guarded, wire.run)
+            await self._write_to(wire.send, queues)
+
+    async def _write_to(self, send: Callable[[Frame], Awaitable[int]], queues: tuple[str, ...]) -> None:
+        while True:
+            try:
+                message = await self._outbox.receive(*queues)
+            except trio.EndOfChannel:
+                await send(Frame(None, Kind.END))
+                return
+            if isinstance(message, Discard):
+                self._drop_stale(message)
+            elif isinstance(message, CloseSession):
+                self._discarded.pop(message.session, None)
+            elif self._is_stale(message):
+                self.traffic.stale_dropped += 1
+                continue
+            frame = self._frame(message)
+            began = trio.current_time()
+            size = await send(frame)
+            self.traffic.blocked += trio.current_time() - began
+            self.traffic.frames_sent += 1
+            self.traffic.bytes_sent += size
+
+    async def _read(self, connection: Connection) -> None:
+        while True:
+            self._reading_since[connection] = trio.current_time()
+            frame = await connection.receive()
+            self._reading_since[connection] = None
+            if frame.kind is Kind.END:
+                del self._reading_since[connection]
+                self._end(f"{connection.peer} has ended link {self.name}")
+                return
+            self.traffic.frames_received += 1
+            await self._deliver(frame)
+
+    async def _deliver(self, frame: Frame) -> None:
+        message = frame.message
+        if frame.kind is Kind.ANSWER or frame.kind is Kind.FAILURE:
+            ask = self._asks.pop(frame.number, None)
+            if ask is not None and isinstance(message, Refusal) and frame.kind is Kind.FAILURE:
+                ask.fail(message.reason)
+            elif ask is not None:
+                ask.answer(message)
+        elif isinstance(message, Ping):
+            self._answer(Pong(message.nonce, message.sent, trio.current_time()))
+        elif isinstance(message, Pong):
+            self._round_trips.append(trio.current_time() - message.sent)
+            if message.nonce in self._probes:
+                self._probes[message.nonce].set()
+        elif isinstance(message, HANDSHAKE_ONLY):
+            raise ProtocolError(f"{type(message).__name__} belongs to the handshake, which is over")
+        elif frame.kind is Kind.ASK:
+            number = frame.number
+            await self._inbox.send(
+                Ask(message, lambda value, failure: self._answer(_Answer(number, value, failure)))
+            )
+        else:
+            await self._inbox.send(message)
+
+    async def _watch(self, heartbeat: Heartbeat) -> None:
+        while True:
+            self._answer(Ping(next(self._numbers), trio.current_time()))
+            await trio.sleep(heartbeat.every)
+            silence = trio.current_time() - self._heard_at()
+            if silence > heartbeat.deadline:
+                raise StageLostError(f"nothing came from {self._ways[0][0].peer} for {silence:.1f} s")
+
+    async def _linger(self) -> None:
+        """Once the link is closing, all is over when its data stood still for `GRACE` seconds."""
+        await self._closing.wait()
+        began = trio.current_time()
+        data, _ = self._ways[-1]
+        while trio.current_time() < (end := max(began, data.sent_at, data.received_at) + GRACE):  # noqa: ASYNC110
+            await trio.sleep_until(end)
+        if not self._closed_here and None in self._reading_since.values():
+            raise StageLostError("the peer ended it, and the inbox had no room for what it had sent")
+        self._scope.cancel()
+
+    # ---- details --------------------------------------------------------------------------------------
+
+    def _end(self, reason: str) -> None:
+        self._outbox.close(reason)
+        self._closing.set()
+
+    def _heard_at(self) -> float:
+        """When the peer last gave a sign of life; now, while it is this side that does not read."""
+        if any(since is None for since in self._reading_since.values()):
+            return trio.current_time()
+        received_at = max(connection.received_at for connection, _ in self._ways)
+        return max(received_at, *(since for since in self._reading_since.values() if since is not None))
+
+    def _answer(self, message: object) -> None:
+        """Sends what may be lost if there is no room for it: the other side asks again, or has a deadline."""
+        with contextlib.suppress(ActorGoneError):
+            self._outbox.put_nowait(message)
+
+    def _frame(self, message: Any) -> Frame:
+        if isinstance(message, Ask):
+            while len(self._asks) >= REMEMBERED:
+                self._asks.pop(next(iter(self._asks))).fail("too many questions without an answer")
+            number = next(self._numbers) & 0xFFFFFFFF
+            self._asks[number] = message
+            return Frame(message.message, Kind.ASK, number)
+        if isinstance(message, _Answer) and message.failure is not None:
+            return Frame(Refusal(message.failure), Kind.FAILURE, message.number)
+        if isinstance(message, _Answer):
+            return Frame(message.value, Kind.ANSWER, message.number)
+        return Frame(message)
+
+    def _is_stale(self, message: object) -> bool:
+        return isinstance(message, Window) and message.epoch < self._discarded.get(message.session, 0)
+
+    def _drop_stale(self, discard: Discard) -> None:
+        known = self._discarded.pop(discard.session, 0)
+        while len(self._discarded) >= REMEMBERED:
+            self._discarded.pop(next(iter(self._discarded)))
+        self._discarded[discard.session] = max(known, discard.epoch)
+        self.traffic.stale_dropped += len(self._outbox.take(WINDOWS, self._is_stale))
