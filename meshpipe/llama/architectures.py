@@ -240,7 +240,7 @@ def cut_period(header: Header) -> int:
 
 
 def check_range(header: Header, start: int, stop: int) -> None:
-    """Raises ModelError for a model that cannot be split, SplitError for a range that it does not have."""
+    """Raises ModelError for a model that cannot be split, SplitError for a range that no stage can have."""
     layers = trunk_layers(header)
     vocabulary_size(header)
     name = header.path.name
@@ -251,28 +251,33 @@ def check_range(header: Header, start: int, stop: int) -> None:
             f"layers {start}:{stop} are no range of {name}, which has layers 0:{layers}; "
             f"give 0 <= start < stop <= {layers}"
         )
-    missing = next(
-        (n for n in range(start, stop) if not any(t.startswith(f"blk.{n}.") for t in header.tensors)), None
-    )
-    if missing is not None:
-        raise ModelError(f"{header.path}: has no tensors of layer {missing}; a complete model is needed")
+    present = {tensor.layer for tensor in header.tensors.values()}
+    if missing := [number for number in range(start, stop) if number not in present]:
+        raise ModelError(f"{header.path}: has no tensors of layer {missing[0]}; a complete model is needed")
+    if (start, stop) != (0, layers):
+        if reason := refusal(header):
+            raise ModelError(f"{name} ({header.architecture}) cannot be split: {reason}")
+        check_stage(header, start, stop)
+
+
+def check_stage(header: Header, start: int, stop: int) -> None:
+    """Raises SplitError if the rules of the architecture allow no stage with the layers `[start, stop)`."""
+    rules, name = row(header), f"{header.path.name} ({header.architecture})"
+    layers, period = trunk_layers(header), cut_period(header)
     if (start, stop) == (0, layers):
         return
-    if reason := refusal(header):
-        raise ModelError(f"{name} ({header.architecture}) cannot be split: {reason}")
-    period = cut_period(header)
     if start % period or (stop % period and stop < layers):
-        raise SplitError(f"boundaries of {name} ({header.architecture}) must be multiples of {period} layers")
-    if stop - start in row(header).special_counts:
+        raise SplitError(f"boundaries of {name} must be multiples of {period} layers, unlike {start}:{stop}")
+    if stop - start in rules.special_counts:
         raise SplitError(
-            f"no stage of {name} ({header.architecture}) can have {stop - start} layers: llama.cpp would take it "
-            "for a particular model of that size; move a boundary"
+            f"no stage of {name} can have {stop - start} layers: llama.cpp would take it for a particular model "
+            "of that size; move a boundary"
         )
     pattern = window_pattern(header)
-    if row(header).needs_window and pattern and not any(pattern[start:stop]):
+    if rules.needs_window and pattern and not any(pattern[start:stop]):
         raise SplitError(
-            f"layers {start}:{stop} of {name} ({header.architecture}) have no sliding window, and llama.cpp cannot "
-            "run such layers alone; move a boundary"
+            f"layers {start}:{stop} of {name} have no sliding window, and llama.cpp cannot run such layers alone; "
+            "move a boundary"
         )
 
 

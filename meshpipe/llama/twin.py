@@ -170,7 +170,9 @@ def write_twin(header: Header, path: Path, seed: int = 0, tapped: int | None = N
     for tensor in header.tensors.values():
         shape = shapes.get(tensor.name) or _fused(tensor.name, shapes)
         if shape is None:
-            raise ModelError(f"no twin of {header.path.name}: llama.cpp does not say what shape {tensor.name} has")
+            raise ModelError(
+                f"no twin of {header.path.name}: llama.cpp does not say what shape {tensor.name} has"
+            )
         kind = tensor.kind
         if shape[0] % gguf.TENSOR_TYPES[kind][1]:
             kind = 1  # f16: too narrow for a block of its type
@@ -199,7 +201,11 @@ def _fused(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] 
 
 
 def _weights(
-    name: str, shape: tuple[int, ...], kind: int, rng: np.random.Generator, pools: dict[int, npt.NDArray[np.uint8]]
+    name: str,
+    shape: tuple[int, ...],
+    kind: int,
+    rng: np.random.Generator,
+    pools: dict[int, npt.NDArray[np.uint8]],
 ) -> bytes:
     """Random weights: norms about 1, factors of RoPE above 0, everything else about 0."""
     count = math.prod(shape)
@@ -218,7 +224,15 @@ def _quantized(values: npt.NDArray[np.float32], kind: int) -> npt.NDArray[np.uin
     """`values`, a multiple of 256, as blocks of a ggml type."""
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     quantize = bindings.function(
-        "ggml_quantize_chunk", ctypes.c_size_t, ctypes.c_int, pointer, pointer, number, number, number, pointer
+        "ggml_quantize_chunk",
+        ctypes.c_size_t,
+        ctypes.c_int,
+        pointer,
+        pointer,
+        number,
+        number,
+        number,
+        pointer,
     )
     rows = len(values) // _UNIT
     result = np.empty(gguf.tensor_size(kind, (_UNIT, rows)), np.uint8)
