@@ -204,16 +204,17 @@ class Hello:
     """The first message on every connection: who calls, for what, and what it expects of the other side.
 
     `role` is "data" or "control" (the two connections of a link) or "return" (a return stream). `pipeline`
-    names the pipeline, so that the connections of one link find each other. `stage` is the index of the stage
-    called; `route` are the addresses (host:port) of the stages after it, the next first. The rest are
+    names the pipeline, `link` the link whose two connections have to find each other. `stage` is the index of the
+    stage called; `route` are the addresses (host:port) of the stages after it, the next first. The rest are
     expectations, None where the caller has none: the model's digest, the half-open layer range (`layers[1]`
     None: any end), the row width, lanes and tokens per lane at least; `activation` is the encoding of rows.
     """
 
-    protocol: int
-    role: str
     pipeline: str
-    nonce: bytes
+    role: str = "data"
+    protocol: int = PROTOCOL_VERSION
+    nonce: bytes = b""
+    link: bytes = b""
     stage: int = 0
     route: tuple[str, ...] = ()
     model_digest: str | None = None
@@ -261,6 +262,6 @@ def queue_of(message: object) -> str:
     """The queue that a message waits in. Opening and closing a session travel in order with its windows."""
     if isinstance(message, (Window, OpenSession, CloseSession)):
         return WINDOWS
-    if isinstance(message, (Reply, SessionOpened)):
+    if isinstance(message, (Reply, Progress, SessionOpened)):
         return REPLIES
     return CONTROL

@@ -266,7 +266,7 @@ def test_prefixes_are_checked_before_anything_is_allocated() -> None:
     good = head[:PREFIX_SIZE]
     assert parse_prefix(good, Limits()).kind is Kind.MESSAGE
     assert say(b"GET / HTTP/1.1\r\n").startswith("the peer does not speak meshpipe")
-    assert say(good[:2] + b"\x09" + good[3:]).startswith("the peer speaks protocol version 9, this side 1")
+    assert say(good[:2] + b"\x09" + good[3:]).startswith("the peer sends frames of version 9, this side of 1")
     assert say(good[:3] + b"\x05" + good[4:]) == "unknown kind of frame: 5"
     assert say(good[:8] + b"\xff\xff\xff\xff" + good[12:]).startswith(
         "a frame announces a header of 4294967295"

@@ -47,6 +47,10 @@ class Connection(ABC):
         """The next frame. Raises `StageLostError` if there is none to come, `ProtocolError` if it is none."""
 
     @abstractmethod
+    def agree(self, encoding: str, limits: Limits) -> None:
+        """Ends the handshake: how rows are sent from now on, and what is accepted."""
+
+    @abstractmethod
     def alive(self) -> bool:
         """Whether an idle connection is still open, as far as this side can know without waiting."""
 
@@ -87,6 +91,9 @@ class MemoryConnection(Connection):
         self.received_at = trio.current_time()
         return frame
 
+    def agree(self, encoding: str, limits: Limits) -> None:
+        """Nothing is encoded here, and nothing needs a limit."""
+
     def alive(self) -> bool:
         return self._incoming.statistics().open_send_channels > 0
 
@@ -108,7 +115,7 @@ def memory_pair(
 
 
 class StreamConnection(Connection):
-    """Frames over bytes. `encoding` is how rows are sent; `limits` what is accepted; both follow the handshake."""
+    """Frames over bytes: small ones without payload, until the handshake has agreed on more."""
 
     def __init__(self, peer: str) -> None:
         super().__init__(peer)
@@ -116,6 +123,10 @@ class StreamConnection(Connection):
         self.limits: Limits = HANDSHAKE_LIMITS
         self._sendable = True
         self._receivable = True
+
+    def agree(self, encoding: str, limits: Limits) -> None:
+        self.encoding = encoding
+        self.limits = limits
 
     async def send(self, frame: Frame) -> int:
         if not self._sendable:

@@ -18,12 +18,13 @@ import numpy as np
 from attrs import frozen
 
 from meshpipe.errors import ProtocolError
-from meshpipe.messages import PROTOCOL_VERSION, Window
+from meshpipe.messages import Window
 
 from .codec import decode, encode
 
 _PREFIX = struct.Struct("<2sBBIII")
 _MAGIC = b"mp"
+_VERSION = 1  # of the prefix; of messages: PROTOCOL_VERSION
 
 PREFIX_SIZE = _PREFIX.size
 
@@ -84,7 +85,7 @@ class Prefix:
 def pack(frame: Frame, encoding: str = "float32") -> tuple[bytes, memoryview]:
     """The frame as two buffers: prefix with header, and payload (a view of the rows if they are float32)."""
     header, payload = (b"", memoryview(b"")) if frame.message is None else encode(frame.message, encoding)
-    prefix = _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, frame.kind, frame.number, len(header), len(payload))
+    prefix = _PREFIX.pack(_MAGIC, _VERSION, frame.kind, frame.number, len(header), len(payload))
     return prefix + header, payload
 
 
@@ -95,9 +96,9 @@ def parse_prefix(data: bytes | bytearray, limits: Limits) -> Prefix:
         raise ProtocolError(
             f"the peer does not speak meshpipe: a frame begins with {magic!r}, not {_MAGIC!r}"
         )
-    if version != PROTOCOL_VERSION:
+    if version != _VERSION:
         raise ProtocolError(
-            f"the peer speaks protocol version {version}, this side {PROTOCOL_VERSION}; run the same meshpipe"
+            f"the peer sends frames of version {version}, this side of {_VERSION}; run the same meshpipe"
         )
     if kind >= len(Kind):
         raise ProtocolError(f"unknown kind of frame: {kind}")

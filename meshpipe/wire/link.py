@@ -24,7 +24,7 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import trio
@@ -91,28 +91,38 @@ def _outbox_queue(message: object) -> str:
     return CONTROL if isinstance(message, _Answer) else queue_of(message)
 
 
+class Inbox(Protocol):
+    """Where a link delivers: a `Ref`, or what looks like one."""
+
+    async def send(self, message: Any) -> None:
+        """Waits for room if need be. Raises `ActorGoneError`."""
+
+
 class Link:
     """One end of a link. Send to `ref`; what comes goes into `inbox`; `run` does the work.
 
     `control` None puts everything on the one connection `data`, control first (a return stream: its frames are
     small). `bounds` are those of the outbox. `conditions` are suffered by what this end sends, on each
-    connection. `heartbeat` None sends none and never finds the peer silent.
+    connection. A message that is none of `accepts`, or a question where `inbox` is no `Ref`, is a
+    `ProtocolError`. `heartbeat` None sends none and never finds the peer silent.
     """
 
     def __init__(
         self,
         name: str,
-        inbox: Ref[Any],
+        inbox: Inbox,
         data: Connection,
         control: Connection | None = None,
         *,
         bounds: Mapping[str, int] = BOUNDS,
+        accepts: tuple[type, ...] = (object,),
         heartbeat: Heartbeat | None = Heartbeat(),
         conditions: Conditions | None = None,
     ) -> None:
         self.name = name
         self.traffic = Traffic()
         self._inbox = inbox
+        self._accepts = accepts
         self._outbox: Mailbox[Any] = Mailbox(bounds, _outbox_queue)
         self.ref: Ref[Any] = self._outbox.ref
         self._heartbeat = heartbeat
@@ -266,6 +276,10 @@ class Link:
                 self._probes[message.nonce].set()
         elif isinstance(message, HANDSHAKE_ONLY):
             raise ProtocolError(f"{type(message).__name__} belongs to the handshake, which is over")
+        elif not isinstance(message, self._accepts):
+            raise ProtocolError(f"{type(message).__name__} is not accepted from this side")
+        elif frame.kind is Kind.ASK and not isinstance(self._inbox, Ref):
+            raise ProtocolError(f"{type(message).__name__} wants an answer, which is not given here")
         elif frame.kind is Kind.ASK:
             number = frame.number
             await self._inbox.send(

@@ -1,0 +1,273 @@
+"""Endpoints: reaching a stage, and being reached.
+
+A link is two connections, which name the same `link` in their Hello. The caller opens the control connection
+first, which is answered at once, then the data connection, whose Welcome says that all is ready. A return
+stream is one connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+import trio
+from attrs import define, evolve, field, frozen
+
+from meshpipe.errors import MeshpipeError, ProtocolError, StageLostError, UsageError
+from meshpipe.messages import Hello, StageDescriptor, Welcome
+
+from .connections import StreamConnection, TcpConnection, TlsConnection
+from .handshake import greet, receive_hello, refuse, welcome
+from .security import OPEN, Security, check_listen
+
+log = logging.getLogger("meshpipe.wire")
+
+WARM_UP = 20.0
+"""Seconds to connect while a pipeline starts."""
+STEADY = 3.0
+"""Seconds to connect once it runs: a healthy peer answers in milliseconds."""
+UNFINISHED = 64
+"""Handshakes at a time; further callers are turned away until one is over."""
+
+
+@frozen
+class Address:
+    """A host and a TCP port."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """From "host:port" or "[v6]:port". Raises `UsageError`."""
+        host, colon, port = text.rpartition(":")
+        if not (colon and host and port.isascii() and port.isdigit() and int(port) < 65536):
+            raise UsageError(f"expected an address like 127.0.0.1:7000 or [::1]:7000, got {text!r}")
+        return cls(host.removeprefix("[").removesuffix("]"), int(port))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+# ---- calling ------------------------------------------------------------------------------------------
+
+
+async def connect(
+    address: Address, hello: Hello, security: Security = OPEN, deadline: float = WARM_UP
+) -> tuple[StreamConnection, Welcome]:
+    """One connection, greeted, within `deadline` seconds (`WARM_UP` or `STEADY`).
+
+    Raises `StageLostError` if nobody answers there, `HandshakeError` if the answerer refuses.
+    """
+    connection: StreamConnection | None = None
+    try:
+        with trio.fail_after(deadline):
+            connection = await _reach(address, security)
+            return connection, await greet(connection, hello, security.key)
+    except trio.TooSlowError:
+        await _close(connection)
+        raise StageLostError(f"{address} did not answer within {deadline:g} s") from None
+    except (OSError, ssl.SSLError, trio.BrokenResourceError) as error:
+        await _close(connection)
+        raise StageLostError(f"cannot reach {address}: {error.__cause__ or error}") from None
+    except BaseException:
+        await _close(connection)
+        raise
+
+
+async def connect_link(
+    address: Address, hello: Hello, security: Security = OPEN, deadline: float = WARM_UP
+) -> tuple[StreamConnection, StreamConnection, Welcome]:
+    """The data and the control connection of a link, and the Welcome, within `deadline` seconds."""
+    hello = evolve(hello, link=secrets.token_bytes(16))
+    end = trio.current_time() + deadline
+    control, _ = await connect(address, evolve(hello, role="control"), security, deadline)
+    try:
+        data, answer = await connect(
+            address, evolve(hello, role="data"), security, max(0.0, end - trio.current_time())
+        )
+    except BaseException:
+        await _close(control)
+        raise
+    return data, control, answer
+
+
+async def _reach(address: Address, security: Security) -> StreamConnection:
+    stream = await trio.open_tcp_stream(address.host, address.port)
+    if security.client is None:
+        return TcpConnection(stream, str(address))
+    try:
+        secure = trio.SSLStream(
+            stream, security.client, server_hostname=address.host, https_compatible=True
+        )  # the END frame, not TLS, tells an orderly end
+        await secure.do_handshake()
+    except BaseException:
+        await trio.aclose_forcefully(stream)
+        raise
+    return TlsConnection(secure, str(address))
+
+
+async def _close(connection: StreamConnection | None) -> None:
+    if connection is not None:
+        with trio.CancelScope(shield=True):
+            await connection.aclose()
+
+
+# ---- answering ----------------------------------------------------------------------------------------
+
+
+@define(eq=False)
+class Call:
+    """Somebody who has called and waits for `accept`. `control` is None on a return stream."""
+
+    hello: Hello
+    data: StreamConnection
+    control: StreamConnection | None
+    answered: bool = field(default=False, init=False)
+
+    async def accept(self, descriptors: tuple[StageDescriptor, ...] = ()) -> None:
+        """Says Welcome; `descriptors` are this stage's and those after it."""
+        self.answered = True
+        await welcome(self.data, self.hello, descriptors)
+
+
+async def listen(
+    address: Address, security: Security = OPEN, insecure: bool = False
+) -> list[trio.SocketListener]:
+    """Listeners on an address; port 0 lets the kernel choose (see `local_address`).
+
+    Raises `UsageError` if it cannot listen there, or if strangers could connect and `insecure` is false.
+    """
+    check_listen(address.host, security, insecure)
+    try:
+        listeners = await trio.open_tcp_listeners(address.port, host=address.host)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {address}: {error}") from None
+    if address.port == 0:  # several interfaces would get several ports
+        for listener in listeners[1:]:
+            await listener.aclose()
+        return listeners[:1]
+    return listeners
+
+
+def local_address(listener: trio.SocketListener) -> Address:
+    """Where a listener really listens."""
+    host, port, *_ = listener.socket.getsockname()
+    return Address(host, port)
+
+
+async def serve(
+    listeners: Sequence[trio.SocketListener],
+    handler: Callable[[Call], Awaitable[None]],
+    security: Security = OPEN,
+    *,
+    deadline: float = WARM_UP,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Answers callers until cancelled; closes the listeners then.
+
+    `handler` is run for each link or return stream whose handshake got as far as the Hello, within `deadline`
+    seconds; it says `accept`, and owns the connections until it returns, when they are closed. A `MeshpipeError`
+    that it raises is told to a caller who has no answer yet, and logged; the server goes on.
+    """
+    waiting: dict[bytes, tuple[StreamConnection, trio.Event]] = {}
+    unfinished = 0
+
+    async def answer(stream: trio.SocketStream) -> None:
+        nonlocal unfinished
+        if unfinished >= UNFINISHED:
+            log.warning("turned a caller away: %d handshakes are unfinished", unfinished)
+            await trio.aclose_forcefully(stream)
+            return
+        unfinished += 1
+        try:
+            call = await _answer(stream, security, deadline, waiting)
+        finally:
+            unfinished -= 1
+        if call is not None:
+            await _handle(call, handler)
+
+    async with trio.open_nursery() as calls:
+        await calls.start(partial(trio.serve_listeners, answer, list(listeners), handler_nursery=calls))
+        task_status.started()
+
+
+async def _answer(
+    stream: trio.SocketStream,
+    security: Security,
+    deadline: float,
+    waiting: dict[bytes, tuple[StreamConnection, trio.Event]],
+) -> Call | None:
+    """The handshake up to the Hello, and the pairing of a link's connections."""
+    connection: StreamConnection | None = None
+    try:
+        with trio.fail_after(deadline):
+            connection = await _accept(stream, security)
+            hello = await receive_hello(connection, security.key)
+            if hello.role == "return":
+                return Call(hello, connection, None)
+            if hello.role == "data":
+                control, taken = waiting.pop(hello.link, (None, None))
+                if control is None or taken is None:
+                    await refuse(connection, "a link's control connection must be opened first")
+                    raise ProtocolError(f"{connection.peer} opened a data connection without control")
+                taken.set()
+                return Call(hello, connection, control)
+            if hello.link in waiting:
+                await refuse(connection, "this link has a control connection already")
+                raise ProtocolError(f"{connection.peer} opened a control connection twice")
+            taken = trio.Event()
+            waiting[hello.link] = connection, taken
+            try:
+                await welcome(connection, hello)
+                await taken.wait()
+            finally:
+                if not taken.is_set():
+                    del waiting[hello.link]
+            return None
+    except (MeshpipeError, trio.TooSlowError, trio.BrokenResourceError, OSError) as error:
+        reason = f"no handshake within {deadline:g} s" if isinstance(error, trio.TooSlowError) else error
+        log.warning("turned a caller away: %s", reason)
+    except BaseException:
+        await _close(connection)
+        await trio.aclose_forcefully(stream)
+        raise
+    await _close(connection)
+    await trio.aclose_forcefully(stream)
+    return None
+
+
+async def _accept(stream: trio.SocketStream, security: Security) -> StreamConnection:
+    host, port, *_ = stream.socket.getpeername()
+    peer = str(Address(host, port))
+    if security.server is None:
+        return TcpConnection(stream, peer)
+    secure = trio.SSLStream(stream, security.server, server_side=True, https_compatible=True)
+    await secure.do_handshake()
+    return TlsConnection(secure, peer)
+
+
+async def _handle(call: Call, handler: Callable[[Call], Awaitable[None]]) -> None:
+    try:
+        await handler(call)
+    except MeshpipeError as error:
+        log.warning("%s: %s", call.data.peer, error)
+        if not call.answered:
+            await _tell(call, str(error))
+    else:
+        if not call.answered:
+            raise RuntimeError(f"the handler of {call.data.peer} returned without an answer")
+    finally:
+        await _close(call.data)
+        await _close(call.control)
+
+
+async def _tell(call: Call, reason: str) -> None:
+    try:
+        with trio.move_on_after(STEADY):
+            await refuse(call.data, reason)
+    except MeshpipeError:
+        pass  # whoever has gone needs no answer
