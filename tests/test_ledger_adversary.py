@@ -169,6 +169,7 @@ class World:
             assert line[window.start : window.stop] == list(window.tokens)
         if windows:
             assert windows[-1].stop == ledger.horizon - ledger.undispatched
+        assert len(ledger._held) <= ledger.in_flight  # bounded
         counters = ledger.counters
         assert counters.windows == len(self.sent)
         assert counters.tokens == self.sent_tokens
@@ -400,8 +401,9 @@ class World:
         if lost:
             self.reroute()
         while self.ledger.finished is None:
-            while self.dispatch(3):
-                pass
+            for _ in range(self.limits.context):
+                if not self.dispatch(3):
+                    break
             for index, stage in enumerate(self.stages):
                 while stage.queue:
                     self.step(index)
