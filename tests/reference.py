@@ -126,7 +126,9 @@ class Raw:
             rows = np.ascontiguousarray(rows, np.float32)
             batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
             # llama.cpp gives text the same position in three sections and 0 in the fourth.
-            positions = list(range(start, start + count)) * min(self.sections, 3) + [0] * count * (self.sections > 3)
+            positions = list(range(start, start + count)) * min(self.sections, 3) + [0] * count * (
+                self.sections > 3
+            )
         batch.pos = (ctypes.c_int32 * len(positions))(*positions)
         batch.n_seq_id = (ctypes.c_int32 * count)(*[1] * count)
         sequence = (ctypes.c_int32 * 1)(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from pathlib import Path
@@ -140,7 +141,7 @@ def plan_split(
     wanted = parse_split(split)
     if isinstance(wanted, tuple):
         boundaries = check_split(wanted, info.layers)
-        for start, stop in zip(boundaries, boundaries[1:], strict=False):
+        for start, stop in itertools.pairwise(boundaries):
             architectures.check_range(header, start, stop)
         return boundaries
     if wanted > 1 and info.refusal:

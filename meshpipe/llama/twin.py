@@ -24,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from meshpipe.errors import ModelError
-from meshpipe.llama import bindings, gguf
+from meshpipe.llama import architectures, bindings, gguf
 from meshpipe.llama.gguf import Header, Value
+from meshpipe.llama.slicing import slice_keys
 
 VOCABULARY = 96
 _UNIT = 256  # one block of the K quantizations
@@ -62,13 +63,13 @@ def tensor_shapes(metadata: Mapping[str, Value]) -> dict[str, tuple[int, ...]]:
     name_of = bindings.function("ggml_get_name", ctypes.c_char_p, ctypes.c_void_p)
     shapes: dict[str, tuple[int, ...]] = {}
 
-    @llama_cpp.llama_model_set_tensor_data_t
     def note(tensor: int, _user_data: object) -> None:
         shape = list(_Tensor.from_address(tensor).ne)
         while len(shape) > 1 and shape[-1] == 1:
             shape.pop()
         shapes[name_of(tensor).decode()] = tuple(shape)
 
+    callback = llama_cpp.llama_model_set_tensor_data_t(note)
     with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
         file.write(gguf.encode_header(metadata, [])[0])
         file.flush()
@@ -76,7 +77,7 @@ def tensor_shapes(metadata: Mapping[str, Value]) -> dict[str, tuple[int, ...]]:
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers = 0
     params.load_mtp = True
-    model = llama_cpp.llama_model_init_from_user(context, note, None, params)
+    model = llama_cpp.llama_model_init_from_user(context, callback, None, params)
     if not model:
         free(context)
         raise ModelError("llama.cpp refuses these metadata; the log of meshpipe.llama says why")
@@ -86,16 +87,19 @@ def tensor_shapes(metadata: Mapping[str, Value]) -> dict[str, tuple[int, ...]]:
 
 
 def small_metadata(header: Header) -> dict[str, Value]:
-    """The model's metadata with every width shrunk, and without its vocabulary."""
-    arch = header.architecture
+    """The model's metadata with every width shrunk, without its vocabulary and without NextN layers."""
+    arch, layers = header.architecture, architectures.trunk_layers(header)
+    every = header.metadata
+    if architectures.nextn_layers(header):
+        every = architectures.slice_metadata(header, 0, layers, nextn=False)
     result = {
         key: entry
-        for key, entry in header.metadata.items()
+        for key, entry in every.items()
         if not key.startswith(("tokenizer.", "split.", "general.")) or key == "general.architecture"
     }
 
     def put(key: str, content: Any) -> None:
-        old = header.metadata.get(arch + key)
+        old = every.get(arch + key)
         if old is None or not old.is_array:
             result[arch + key] = gguf.value(gguf.U32 if old is None else old.kind, content)
         else:
@@ -104,8 +108,9 @@ def small_metadata(header: Header) -> dict[str, Value]:
 
     def ranks(key: str, unit: int, most: int = 1 << 30) -> None:
         """Distinct values become distinct multiples of `unit`, 0 stays 0."""
-        old = header.get(key)
-        if old is not None:
+        entry = every.get(arch + key)
+        if entry is not None:
+            old = entry.decode()
             several = old if isinstance(old, list) else [old]
             order = {number: rank + 1 for rank, number in enumerate(sorted({n for n in several if n > 0}))}
             new = [min(order[number] * unit, most) if number > 0 else number for number in several]
@@ -125,7 +130,7 @@ def small_metadata(header: Header) -> dict[str, Value]:
         factor = per_row if per_row <= 4 else 1
         ranks(".attention.head_count", 2 * factor if grouped else factor)
         ranks(".attention.head_count_kv", factor)
-        small = gguf_scalar(result[f"{arch}.attention.head_count"]) * size
+        small = _first(result[f"{arch}.attention.head_count"]) * size
         put(".embedding_length", small if width == first * size else _UNIT if small != _UNIT else 2 * _UNIT)
     else:
         put(".embedding_length", _UNIT)
@@ -148,7 +153,7 @@ def small_metadata(header: Header) -> dict[str, Value]:
     return result
 
 
-def gguf_scalar(entry: Value) -> int:
+def _first(entry: Value) -> int:
     """An integer, the first of an array."""
     content = entry.decode()
     return int(content[0] if isinstance(content, list) else content)
@@ -160,14 +165,15 @@ def write_twin(header: Header, path: Path, seed: int = 0, tapped: int | None = N
     With `tapped`, the twin says that it ends before that layer, though it holds them all: an engine then gives
     the whole model's activations there. Raises ModelError where llama.cpp refuses the small widths.
     """
-    from meshpipe.llama.slicing import slice_keys
-
+    layers = architectures.trunk_layers(header)
     metadata = small_metadata(header)
     shapes = tensor_shapes(metadata)
     rng = np.random.default_rng(seed)
     table, data = [], []
     pools: dict[int, npt.NDArray[np.uint8]] = {}
     for tensor in header.tensors.values():
+        if tensor.layer is not None and tensor.layer >= layers:
+            continue
         shape = shapes.get(tensor.name) or _fused(tensor.name, shapes)
         if shape is None:
             raise ModelError(
@@ -179,7 +185,7 @@ def write_twin(header: Header, path: Path, seed: int = 0, tapped: int | None = N
         table.append((tensor.name, shape, kind))
         data.append(_weights(tensor.name, shape, kind, rng, pools))
     if tapped is not None:
-        metadata |= slice_keys(0, tapped, header.integer(".block_count"), "")
+        metadata |= slice_keys(0, tapped, layers, "")
     encoded, offsets, length = gguf.encode_header(metadata, table)
     with path.open("wb") as file:
         file.write(encoded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -30,7 +31,7 @@ def check_split(boundaries: Sequence[int], layers: int) -> Boundaries:
     given = ",".join(map(str, boundaries))
     if len(boundaries) < 2 or boundaries[0] != 0 or boundaries[-1] != layers:
         raise SplitError(f"the split {given} should begin with 0 and end with {layers}, the number of layers")
-    for start, stop in zip(boundaries, boundaries[1:], strict=False):
+    for start, stop in itertools.pairwise(boundaries):
         if start >= stop:
             raise SplitError(
                 f"the split {given} has {start} before {stop}: boundaries must ascend, so that every stage has "
