@@ -290,6 +290,16 @@ def test_a_gap_where_dropped_tokens_stood_is_honest() -> None:
         propose(ledger, 9, start=9)
 
 
+def test_what_the_suffix_reached_before_a_reroute_is_no_gap_after_it() -> None:
+    ledger = make()
+    propose(ledger, 4, 5, 6)
+    send(ledger, 1)
+    ledger.reroute()
+    receive(ledger, send(ledger, 1), 40)
+    assert (ledger.epoch, ledger.horizon) == (1, 4)
+    assert propose(ledger, 7, start=6) == 0
+
+
 def test_a_new_epoch_forgets_what_proposals_reached() -> None:
     ledger = make()
     propose(ledger, 4, 5, 6)

@@ -144,7 +144,7 @@ class World:
         self.stale += len(self.open)
         self.stale_tokens += sum(window.width for window in self.open.values())
         self.open.clear()
-        self.reach = 0
+        self.reach = self.ledger.horizon
 
     def check(self) -> None:
         ledger = self.ledger

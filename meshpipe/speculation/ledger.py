@@ -265,6 +265,11 @@ class Ledger:
         return len(self._committed) + len(self._suffix)
 
     @property
+    def confirmed(self) -> int:
+        """Positions that every stage's cache is known to reach, with final tokens (rule 6)."""
+        return self._confirmed
+
+    @property
     def undispatched(self) -> int:
         """Number of tokens that wait for a window: what is left to prefill, the input, proposals."""
         return self.horizon - self._sent
@@ -516,7 +521,7 @@ class Ledger:
         self._held.clear()
         self.epoch += 1
         self._sent = self._confirmed
-        self._reach = 0
+        self._reach = self.horizon
         self._first_due = self._due = self._next_number
         return windows, tokens
 

@@ -109,6 +109,11 @@ FAULTS: dict[str, tuple[str, str]] = {
         "if self.finished is not None:",
     ),
     "a gap is closed up": ("if not 0 <= proposal.start <= reach:", "if not 0 <= proposal.start:"),
+    "a reroute forgets what the suffix reached": (
+        "        self._reach = self.horizon\n",
+        "        self._reach = 0\n",
+    ),
+    "a divergence remembers what the suffix reached": ("        self._reach = self.horizon\n", ""),
     "proposals pass the end": ("min(self._end - 1 - self.horizon,", "min(self._end - self.horizon,"),
     "a short reply need not end in a mismatch": (
         " or reply.tokens[-1] == following[count - 1]:",
