@@ -176,7 +176,8 @@ class CacheIndex:
             followed = (*context, token)
             count = counts[followed] = counts.get(followed, 0) + 1
             # At a tie the newest wins, and this one is the newest.
-            if context not in best or count >= counts[(*context, best[context])]:
+            leader = (*context, best.get(context, token))
+            if count >= counts[leader]:
                 best[context] = token
 
     def lookup(self, suffix: Sequence[int], limit: int) -> Draft:
