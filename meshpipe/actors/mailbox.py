@@ -154,10 +154,6 @@ class Mailbox(Generic[M]):
         """Whether `close` was called."""
         return self._closed is not None
 
-    def __len__(self) -> int:
-        """Messages in all queues."""
-        return sum(len(box.items) for box in self._queues.values())
-
     def waited(self, queue: str) -> float:
         """Seconds that senders have spent waiting for room in `queue`, all together."""
         return self._queues[queue].waited

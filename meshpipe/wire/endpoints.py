@@ -119,6 +119,15 @@ async def _close(connection: StreamConnection | None) -> None:
 # ---- answering ----------------------------------------------------------------------------------------
 
 
+@frozen(eq=False)
+class _Control:
+    """A control connection whose data connection is to come; its task stays until the link is over."""
+
+    connection: StreamConnection
+    taken: trio.Event = field(factory=trio.Event)
+    over: trio.Event = field(factory=trio.Event)
+
+
 @define(eq=False)
 class Call:
     """Somebody who has called and waits for `accept`. `control` is None on a return stream."""
@@ -126,6 +135,7 @@ class Call:
     hello: Hello
     data: StreamConnection
     control: StreamConnection | None
+    over: trio.Event = field(factory=trio.Event)
     answered: bool = field(default=False, init=False)
 
     async def accept(self, descriptors: tuple[StageDescriptor, ...] = ()) -> None:
@@ -173,7 +183,7 @@ async def serve(
     seconds; it says `accept`, and owns the connections until it returns, when they are closed. A `MeshpipeError`
     that it raises is told to a caller who has no answer yet, and logged; the server goes on.
     """
-    waiting: dict[bytes, tuple[StreamConnection, trio.Event]] = {}
+    waiting: dict[bytes, _Control] = {}
     unfinished = 0
 
     async def answer(stream: trio.SocketStream) -> None:
@@ -187,8 +197,10 @@ async def serve(
             call = await _answer(stream, security, deadline, waiting)
         finally:
             unfinished -= 1
-        if call is not None:
+        if isinstance(call, Call):
             await _handle(call, handler)
+        elif call is not None:
+            await call.over.wait()
 
     async with trio.open_nursery() as calls:
         await calls.start(partial(trio.serve_listeners, answer, list(listeners), handler_nursery=calls))
@@ -199,9 +211,9 @@ async def _answer(
     stream: trio.SocketStream,
     security: Security,
     deadline: float,
-    waiting: dict[bytes, tuple[StreamConnection, trio.Event]],
-) -> Call | None:
-    """The handshake up to the Hello, and the pairing of a link's connections."""
+    waiting: dict[bytes, _Control],
+) -> Call | _Control | None:
+    """The handshake up to the Hello, and the pairing of a link's connections; None if it came to nothing."""
     connection: StreamConnection | None = None
     try:
         with trio.fail_after(deadline):
@@ -210,24 +222,23 @@ async def _answer(
             if hello.role == "return":
                 return Call(hello, connection, None)
             if hello.role == "data":
-                control, taken = waiting.pop(hello.link, (None, None))
-                if control is None or taken is None:
+                control = waiting.pop(hello.link, None)
+                if control is None:
                     await refuse(connection, "a link's control connection must be opened first")
                     raise ProtocolError(f"{connection.peer} opened a data connection without control")
-                taken.set()
-                return Call(hello, connection, control)
+                control.taken.set()
+                return Call(hello, connection, control.connection, control.over)
             if hello.link in waiting:
                 await refuse(connection, "this link has a control connection already")
                 raise ProtocolError(f"{connection.peer} opened a control connection twice")
-            taken = trio.Event()
-            waiting[hello.link] = connection, taken
+            control = waiting[hello.link] = _Control(connection)
             try:
                 await welcome(connection, hello)
-                await taken.wait()
+                await control.taken.wait()
             finally:
-                if not taken.is_set():
+                if not control.taken.is_set():
                     del waiting[hello.link]
-            return None
+            return control
     except (MeshpipeError, trio.TooSlowError, trio.BrokenResourceError, OSError) as error:
         reason = f"no handshake within {deadline:g} s" if isinstance(error, trio.TooSlowError) else error
         log.warning("turned a caller away: %s", reason)
@@ -261,6 +272,7 @@ async def _handle(call: Call, handler: Callable[[Call], Awaitable[None]]) -> Non
         if not call.answered:
             raise RuntimeError(f"the handler of {call.data.peer} returned without an answer")
     finally:
+        call.over.set()
         await _close(call.data)
         await _close(call.control)
 

@@ -318,7 +318,7 @@ class Link:
         if any(since is None for since in self._reading_since.values()):
             return trio.current_time()
         received_at = max(connection.received_at for connection, _ in self._ways)
-        return max(received_at, *(since for since in self._reading_since.values() if since is not None))
+        return max([received_at, *(since for since in self._reading_since.values() if since is not None)])
 
     def _answer(self, message: object) -> None:
         """Sends what may be lost if there is no room for it: the other side asks again, or has a deadline."""

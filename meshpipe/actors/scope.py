@@ -1,0 +1,44 @@
+"""A nursery that belongs to a context manager: its tasks end with the block, its errors come out bare."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import trio
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup
+
+
+@asynccontextmanager
+async def owned_nursery() -> AsyncIterator[trio.Nursery]:
+    """A nursery whose tasks are cancelled when the block ends.
+
+    What the block raises is raised from here as it is, not in a group; so is the error of a task that crashed,
+    if nothing else went wrong.
+    """
+    raised: BaseException | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+            try:
+                yield nursery
+            except trio.Cancelled:
+                raise
+            except BaseException as error:
+                raised = error
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        if raised is None:
+            raise _only(group) from None
+        raise
+    if raised is not None:
+        raise raised
+
+
+def _only(error: BaseException) -> BaseException:
+    """The one exception inside nested groups, or the group that holds several."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
