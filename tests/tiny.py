@@ -21,73 +21,21 @@ TYPES = gguf.GGUFValueType
 Key = tuple[Any, TYPES, TYPES | None]
 """A value, its type, and for an array its elements' type."""
 
-EXPERTS = frozenset(
-    [
-        "llama4",
-        "cohere2moe",
-        "grok",
-        "qwen2moe",
-        "qwen3moe",
-        "qwen3vlmoe",
-        "phimoe",
-        "dbrx",
-        "olmoe",
-        "arctic",
-        "deepseek",
-        "deepseek2",
-        "glm4moe",
-        "exaone-moe",
-        "bailingmoe",
-        "bailingmoe2",
-        "dots1",
-        "ernie4_5-moe",
-        "hunyuan-moe",
-        "hy_v3",
-        "gpt-oss",
-        "smallthinker",
-        "grovemoe",
-        "minimax-m2",
-        "paddleocr",
-        "mimo2",
-        "step35",
-        "mistral4",
-        "mellum",
-        "laguna",
-        "maple",
-        "granitemoe",
-        "minimax-m3",
-    ]
-)
-WINDOWS = frozenset(
-    [
-        "gemma2",
-        "gemma3",
-        "cohere2",
-        "olmo2",
-        "gpt-oss",
-        "plamo3",
-        "smallthinker",
-        "afmoe",
-        "mellum",
-        "muse-glimmer",
-        "exaone-moe",
-        "laguna",
-        "llama4",
-        "gemma3n",
-        "mimo2",
-        "step35",
-        "cohere2moe",
-        "maple",
-        "granite_swa",
-        "spark2_5",
-        "exaone4",
-        "phi3",
-    ]
-)
-STATED_PATTERN = frozenset(["mimo2", "step35", "maple", "granite_swa", "spark2_5"])
-LATENT = frozenset(["deepseek2", "mistral4"])
-SECTIONS = frozenset(["qwen2vl", "qwen3vl", "qwen3vlmoe", "paddleocr", "hunyuan_vl"])
-ONE_GROUP_PER_HEAD = frozenset(["olmoe", "jais", "dots1"])
+EXPERTS = {
+    "llama4", "cohere2moe", "grok", "qwen2moe", "qwen3moe", "qwen3vlmoe", "phimoe", "dbrx", "olmoe", "arctic",
+    "deepseek", "deepseek2", "glm4moe", "exaone-moe", "bailingmoe", "bailingmoe2", "dots1", "ernie4_5-moe",
+    "hunyuan-moe", "hy_v3", "gpt-oss", "smallthinker", "grovemoe", "minimax-m2", "paddleocr", "mimo2",
+    "step35", "mistral4", "mellum", "laguna", "maple", "granitemoe", "minimax-m3",
+}  # fmt: skip
+WINDOWS = {
+    "gemma2", "gemma3", "cohere2", "olmo2", "gpt-oss", "plamo3", "smallthinker", "afmoe", "mellum",
+    "muse-glimmer", "exaone-moe", "laguna", "llama4", "gemma3n", "mimo2", "step35", "cohere2moe", "maple",
+    "granite_swa", "spark2_5", "exaone4", "phi3",
+}  # fmt: skip
+STATED_PATTERN = {"mimo2", "step35", "maple", "granite_swa", "spark2_5"}
+LATENT = {"deepseek2", "mistral4"}
+SECTIONS = {"qwen2vl", "qwen3vl", "qwen3vlmoe", "paddleocr", "hunyuan_vl"}
+ONE_GROUP_PER_HEAD = {"olmoe", "jais", "dots1"}
 
 
 def metadata(arch: str, layers: int = LAYERS, nextn: int = 0, **changes: Any) -> dict[str, Key]:

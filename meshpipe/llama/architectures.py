@@ -93,6 +93,8 @@ _DRAFT = "it is the draft half of another model"
 _LOOPS = "it runs its layers several times"
 _OTHER = "it is not a text-to-text language model"
 
+_NOT_EVEN_WHOLE = frozenset({_RECURRENT, _ENCODER, _DIFFUSION, _DRAFT, _OTHER})
+
 _PLAIN = Architecture(tested=True)
 _LARGE = tuple(range(64, 513))
 
@@ -204,15 +206,20 @@ def vocabulary_size(header: Header) -> int:
     return embedding.shape[1]
 
 
-def refusal(header: Header) -> str:
-    """Why the model cannot be split, in words that follow "cannot be split: "; empty if it can."""
+def refusal(header: Header, whole: bool = False) -> str:
+    """Why the model cannot be split, in words that follow a colon; empty if it can.
+
+    `whole`: why it cannot be run even in one piece.
+    """
     rules = row(header)
-    if rules.refused:
+    if rules.refused and (rules.refused in _NOT_EVEN_WHOLE or not whole):
         return rules.refused
     if header.get(".attention.causal") is False or header.get(".pooling_type", 0):
         return _ENCODER
     if any(_RECURRENT_TENSORS.match(name) for name in header.tensors):
         return _RECURRENT
+    if whole:
+        return ""
     layers = trunk_layers(header)
     if layers in rules.special_counts and rules.stated is None and not _ordinary(header):
         return f"llama.cpp treats {layers} layers of {header.architecture} in a way that fewer layers cannot have"
@@ -254,10 +261,10 @@ def check_range(header: Header, start: int, stop: int) -> None:
     present = {tensor.layer for tensor in header.tensors.values()}
     if missing := [number for number in range(start, stop) if number not in present]:
         raise ModelError(f"{header.path}: has no tensors of layer {missing[0]}; a complete model is needed")
-    if (start, stop) != (0, layers):
-        if reason := refusal(header):
-            raise ModelError(f"{name} ({header.architecture}) cannot be split: {reason}")
-        check_stage(header, start, stop)
+    whole = (start, stop) == (0, layers)
+    if reason := refusal(header, whole):
+        raise ModelError(f"{name} ({header.architecture}) cannot be {'used' if whole else 'split'}: {reason}")
+    check_stage(header, start, stop)
 
 
 def check_stage(header: Header, start: int, stop: int) -> None:

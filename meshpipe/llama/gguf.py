@@ -278,6 +278,8 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     parts = metadata["split.count"].decode() if "split.count" in metadata else 0
     if isinstance(parts, int) and parts > 1:
         metadata, tensors, first = _read_parts(first, parts, digest := hashlib.sha256())
+    if "general.architecture" not in metadata:
+        raise ModelError(f"{first}: does not say which architecture it has; it is no language model")
     header = Header(first, metadata, {t.name: t for t in tensors}, digest.hexdigest())
     if len(header.tensors) != len(tensors):
         raise ModelError(f"{first}: corrupt: two tensors have the same name")

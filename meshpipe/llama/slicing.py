@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import time
@@ -24,7 +25,7 @@ from meshpipe.llama import architectures, gguf
 from meshpipe.llama.gguf import Header, Tensor, Value, read_header
 from meshpipe.llama.identity import digest_of
 
-FORMAT = 1
+FORMAT = 2
 """Counts changes to what a slice holds; part of its name in the cache."""
 
 _CHUNK = 1 << 23
@@ -34,6 +35,8 @@ EMBEDDING = "token_embd."
 HEAD = "output."
 # What is added to, or looked up for, the embedding where token ids come in: zeros add nothing elsewhere.
 _POSITIONS = "position_embd."
+# The type of matrices that are never read: 1.6 bits a weight, since mapping a file may well touch its holes.
+_PLACEHOLDER = 19
 
 
 @frozen
@@ -188,7 +191,7 @@ def _plan(header: Header, start: int, stop: int, vocabulary: bool, nextn: bool, 
     table: list[tuple[str, tuple[int, ...], int]] = []
     sources: list[Tensor | None] = []
     for tensor in header.tensors.values():
-        name, shape, layer = tensor.name, tensor.shape, tensor.layer
+        name, shape, kind, layer = tensor.name, tensor.shape, tensor.kind, tensor.layer
         source: Tensor | None = tensor
         if layer is not None:
             if not (start <= layer < stop or (nextn and layer >= layers)):
@@ -201,9 +204,11 @@ def _plan(header: Header, start: int, stop: int, vocabulary: bool, nextn: bool, 
                 source = None
                 if one_row and shape:
                     shape = (shape[0], 1) if len(shape) > 1 else (1,)
+                if len(shape) > 1 and shape[0] % gguf.TENSOR_TYPES[_PLACEHOLDER][1] == 0:
+                    kind = _PLACEHOLDER
         elif name.startswith(_POSITIONS) and start > 0:
             source = None
-        table.append((name, shape, tensor.kind))
+        table.append((name, shape, kind))
         sources.append(source)
     encoded, offsets, length = gguf.encode_header(metadata, table, header.alignment)
     copies = [(source, offset) for source, offset in zip(sources, offsets, strict=True) if source is not None]
@@ -289,8 +294,6 @@ def _locked(target: Path) -> Iterator[int | None]:
 
 
 def _lock(file: int) -> bool:
-    import fcntl
-
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
