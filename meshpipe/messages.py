@@ -136,6 +136,13 @@ class Discard:
 
 
 @frozen
+class OpenReturn:
+    """Asks the last stage to open a return stream to `address` (host:port) by itself; travels along the route."""
+
+    address: str
+
+
+@frozen
 class SessionFailed:
     """A stage could not go on with a session; the others are not touched. `session` is None for all of them."""
 
@@ -181,7 +188,7 @@ class StageDescriptor:
 
     `layers` is the half-open range [start, stop) of `layer_count`; `context` is tokens per lane; `cost` is the
     measured seconds of one decode by number of rows, ascending in rows; `exact` says that a row's bits were
-    seen not to depend on the rows it shares a decode with.
+    seen not to depend on the rows it shares a decode with; `most_rows` bounds the rows of one decode.
     """
 
     model_digest: str
@@ -193,6 +200,7 @@ class StageDescriptor:
     context: int
     cost: tuple[tuple[int, float], ...] = ()
     exact: bool = True
+    most_rows: int = 63
 
 
 PROTOCOL_VERSION = 1

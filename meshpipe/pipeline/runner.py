@@ -39,10 +39,6 @@ class Runner(Protocol):
     def descriptor(self) -> StageDescriptor:
         """What the stage is and admits."""
 
-    @property
-    def most_rows(self) -> int:
-        """Rows that one decode may have."""
-
     def open(self, lane: int, sampling: Sampling) -> None:
         """A session with these settings begins on the lane. Raises UsageError for settings out of bounds."""
 
@@ -94,8 +90,8 @@ class LlamaRunner:
             context=engine.context,
             cost=engine.cost,
             exact=engine.decodes.exact,
+            most_rows=engine.decodes.most,
         )
-        self.most_rows = engine.decodes.most
 
     def open(self, lane: int, sampling: Sampling) -> None:
         """See `Runner.open`."""
@@ -156,10 +152,8 @@ class SimulatedRunner:
         descriptor: StageDescriptor,
         cost: Callable[[int], float],
         target: Callable[[Sequence[int]], int],
-        most_rows: int = 63,
     ) -> None:
         self.descriptor = descriptor
-        self.most_rows = most_rows
         self._cost, self._target = cost, target
         self._lengths = [0] * descriptor.lanes
         self._is_last = descriptor.layers[1] == descriptor.layer_count

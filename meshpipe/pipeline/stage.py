@@ -338,7 +338,7 @@ class Stage(Actor[StageMessage]):
             chosen = [first_prefill]
         else:
             rows = [queued.window.width for queued in verify]
-            chosen = verify[: merged_count(rows, self._cost, self._runner.most_rows)]
+            chosen = verify[: merged_count(rows, self._cost, self._runner.descriptor.most_rows)]
         self._last_was_prefill = chosen[0] is first_prefill
         picked = set(map(id, chosen))
         self._ready = deque(queued for queued in self._ready if id(queued) not in picked)

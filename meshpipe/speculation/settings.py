@@ -18,7 +18,8 @@ class Speculation:
     """How far to run ahead of the model. Changes the speed of a generation, never its tokens.
 
     mode: "off" sends one window at a time with nothing proposed; "ngram" proposes from the text itself; "auto"
-        picks what the model has and what pays. depth: windows in flight, and width: tokens of a window, both a
+        picks what the model has and what pays.
+    depth: windows in flight, and width: tokens of a window, both a
     fixed number or "auto", which follows the measured costs of the stages and the links and the acceptance so
     far. `max_width` bounds an automatic width. Raises UsageError for what is out of bounds.
     """

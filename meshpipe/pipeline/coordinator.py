@@ -1,0 +1,296 @@
+"""The coordinator: takes requests, gives each a lane and a session actor, and hands out what they say."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import trio
+from attrs import frozen
+
+from meshpipe.actors import supervise
+from meshpipe.errors import ActorGoneError, EngineError, MeshpipeError, StageLostError, UsageError
+from meshpipe.llama.sampling import check as check_sampling
+from meshpipe.llama.vocabulary import TextStream, Vocabulary
+from meshpipe.messages import CloseSession, OpenSession, Sampling, SessionFailed, StageDescriptor
+from meshpipe.pipeline.credits import CreditScheduler
+from meshpipe.pipeline.lanes import Lanes
+from meshpipe.pipeline.report import Report
+from meshpipe.pipeline.session import (
+    Cancel,
+    Output,
+    Piece,
+    Request,
+    Reroute,
+    Session,
+    Surroundings,
+    session_mailbox,
+)
+from meshpipe.pipeline.sink import ReturnSink
+from meshpipe.pipeline.stage import Sender
+from meshpipe.pipeline.stops import StopStrings
+from meshpipe.speculation.ledger import Ledger, Limits
+from meshpipe.speculation.ngram import SharedStore
+from meshpipe.speculation.policy import CostCurve, Pipe
+from meshpipe.speculation.settings import Speculation
+
+STALL_DEADLINE = 30.0
+"""Seconds without any progress after which a session gives up."""
+
+
+@frozen
+class Completion:
+    """A whole answer."""
+
+    text: str
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    report: Report
+
+
+class Generation:
+    """One request's output: an async iterator of pieces, the last of which carries the report.
+
+    Leaving the `async with` block, `cancel`, or dropping the object ends the request; the lane is then free.
+    """
+
+    def __init__(
+        self,
+        prompt_tokens: tuple[int, ...],
+        pieces: trio.MemoryReceiveChannel[Piece],
+        output: Output,
+        end: Callable[[], None],
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.report: Report | None = None
+        self._pieces = pieces
+        self._output = output
+        self._end = end
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Piece:
+        try:
+            piece = await self._pieces.receive()
+        except trio.EndOfChannel:
+            if self._output.failure is not None:
+                raise self._output.failure from None
+            raise StopAsyncIteration from None
+        if piece.report is not None:
+            self.report = piece.report
+        return piece
+
+    def cancel(self) -> None:
+        """Ends the request; what was committed already can still be read."""
+        self._end()
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        self.cancel()
+
+
+class Coordinator:
+    """Runs sessions over a route of stages.
+
+    `descriptors` are the stages', in order; `first` leads to the first one; what the stages say comes into
+    `sink`; `link` is the seconds that links add to a round trip; `encoding_exact` says that activations travel
+    unchanged. `return_route` tells how replies come back.
+    """
+
+    def __init__(
+        self,
+        nursery: trio.Nursery,
+        first: Sender,
+        sink: ReturnSink,
+        descriptors: Sequence[StageDescriptor],
+        vocabulary: Vocabulary,
+        *,
+        link: float,
+        stall_deadline: float = STALL_DEADLINE,
+        shared: SharedStore | None = None,
+        encoding_exact: bool = True,
+    ) -> None:
+        self.descriptors = tuple(descriptors)
+        self.vocabulary = vocabulary
+        self.sink = sink
+        self.lanes = Lanes(min(descriptor.lanes for descriptor in descriptors))
+        self.context = min(descriptor.context for descriptor in descriptors)
+        self.exact = encoding_exact and all(descriptor.exact for descriptor in descriptors)
+        self.return_route: Callable[[], str] = lambda: "memory"
+        self._width = min(descriptor.most_rows for descriptor in descriptors)
+        curves = tuple(
+            CostCurve(descriptor.cost or ((1, 0.01), (2, 0.02))) for descriptor in self.descriptors
+        )
+        self.pipe = Pipe(curves, link)
+        self.credits = CreditScheduler(lambda: self.pipe.latency(1))
+        self._around = Surroundings(first, self.pipe, self.credits, stall_deadline)
+        self._nursery = nursery
+        self._shared = shared
+        self._numbers = count(secrets.randbits(40) << 20)
+        self._live: set[int] = set()
+        self._closed: str | None = None
+
+    @property
+    def active(self) -> int:
+        """Requests that have not ended, those that wait for a lane included."""
+        return len(self._live)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int = 256,
+        sampling: Sampling | None = None,
+        speculation: Speculation | None = None,
+        stop: Sequence[str] = (),
+        ignore_end: bool = False,
+        reuse: bool = True,
+    ) -> Generation:
+        """Starts a request and returns its output stream.
+
+        `prompt`: text or token ids; or `messages` for the model's chat template. `stop`: strings before which
+        the output ends. `ignore_end` goes on past the model's end tokens. `reuse` lets the lane's cached prefix
+        stand. Raises UsageError or CapacityError for what cannot be asked of this pipeline.
+        """
+        if self._closed is not None:
+            raise MeshpipeError(self._closed)
+        tokens = self._tokenize(prompt, messages)
+        check_sampling(sampling or Sampling())
+        StopStrings(stop)
+        bad = next((token for token in tokens if not 0 <= token < self.vocabulary.size), None)
+        if bad is not None:
+            raise UsageError(f"token {bad} of the prompt is outside the vocabulary of {self.vocabulary.size}")
+        limits = Limits(
+            max_tokens=max_tokens,
+            context=self.context,
+            end_tokens=frozenset() if ignore_end else self.vocabulary.end_tokens,
+            prefill_width=self._width,
+        )
+        number = next(self._numbers)
+        Ledger(number, tokens, limits)  # refuses here what does not fit, before anything is started
+        mailbox = session_mailbox()
+        send, receive = trio.open_memory_channel[Piece](math.inf)
+        output = Output(send)
+        waiting = trio.CancelScope()  # for a lane
+
+        async def run() -> None:
+            with waiting:
+                lease = await self.lanes.lease(tokens, reuse=reuse)
+            if waiting.cancelled_caught:
+                return
+            ledger = Ledger(number, tokens, limits, cached=lease.cached)
+            request = Request(
+                ledger=ledger,
+                lane=lease.lane,
+                cached=lease.cached,
+                sampling=sampling or Sampling(),
+                speculation=speculation or Speculation(),
+                stops=tuple(stop),
+                text=TextStream(self.vocabulary),
+                exact=self.exact,
+                shared=self._shared,
+            )
+            self.sink.register(number, mailbox.ref)
+            try:
+                await supervise(mailbox, lambda box: Session(box, request, self._around, output))
+            finally:
+                self.sink.forget(number)
+                self.lanes.release(lease.lane, ledger.committed[: ledger.confirmed])
+                if self._shared is not None:
+                    self._shared.add(ledger.committed)
+
+        async def guarded() -> None:
+            """What goes wrong with one request is that request's failure, whatever it is."""
+            self._live.add(number)
+            try:
+                await run()
+            except MeshpipeError as error:
+                output.failure = error
+            except Exception as error:
+                output.failure = MeshpipeError(f"internal error, please report it: {error!r}")
+            finally:
+                output.channel.close()
+                self._live.discard(number)
+
+        def end() -> None:
+            waiting.cancel()
+            with suppress(ActorGoneError):
+                mailbox.ref.try_send(Cancel())
+
+        self._nursery.start_soon(guarded)
+        return Generation(tokens, receive, output, end)
+
+    async def complete(self, prompt: str | Sequence[int] | None = None, **options: Any) -> Completion:
+        """Runs a request to its end; options as of `generate`."""
+        async with self.generate(prompt, **options) as generation:
+            pieces = [piece async for piece in generation]
+        report = generation.report
+        assert report is not None
+        return Completion(
+            "".join(piece.text for piece in pieces),
+            generation.prompt_tokens,
+            tuple(token for piece in pieces for token in piece.tokens),
+            report,
+        )
+
+    def reroute(self) -> None:
+        """Replies may be lost for good: every session dispatches again what it has in flight."""
+        for ref in self.sink.sessions():
+            with suppress(ActorGoneError):
+                ref.try_send(Reroute())
+
+    async def round_trip(self, deadline: float = 20.0) -> float:
+        """Seconds that an empty session takes to reach every stage and be acknowledged.
+
+        Raises StageLostError after `deadline` seconds, EngineError if a stage refuses.
+        """
+        lease = await self.lanes.lease((), reuse=False)
+        number = next(self._numbers)
+        mailbox = session_mailbox()
+        self.sink.register(number, mailbox.ref)
+        began = trio.current_time()
+        try:
+            with trio.fail_after(deadline):
+                await self._around.first.send(OpenSession(number, lease.lane))
+                answer = await mailbox.receive()
+                elapsed = trio.current_time() - began
+                await self._around.first.send(CloseSession(number))
+        except trio.TooSlowError:
+            raise StageLostError(f"no answer from the pipeline within {deadline:g} s") from None
+        finally:
+            self.sink.forget(number)
+            self.lanes.release(lease.lane, ())
+        if isinstance(answer, SessionFailed):
+            raise EngineError(f"stage {answer.stage}: {answer.reason}")
+        return elapsed
+
+    def fail_all(self, stage: int, reason: str) -> None:
+        """A stage or a link is gone: ends every session, and refuses new ones, with the reason."""
+        self._closed = reason
+        self.sink.try_send(SessionFailed(None, stage, reason))
+
+    def _tokenize(
+        self, prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[int, ...]:
+        if (prompt is None) == (messages is None):
+            raise UsageError("give either a prompt or messages")
+        if messages is not None:
+            return self.vocabulary.tokenize(self.vocabulary.render_chat(messages), start=False)
+        if isinstance(prompt, str):
+            tokens = self.vocabulary.tokenize(prompt)
+            if not tokens:
+                raise UsageError("the prompt is empty: the model needs at least one token to continue")
+            return tokens
+        assert prompt is not None
+        return tuple(int(token) for token in prompt)

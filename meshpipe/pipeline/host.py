@@ -1,0 +1,272 @@
+"""A stage as a server: one engine, one stage actor, and a route for every coordinator that calls.
+
+A caller (the coordinator, or the stage before) opens a link and names the stages that come after this one. This
+stage calls the next one, waits for its Welcome, and answers with the descriptors of all: when the coordinator
+has its Welcome, the whole route stands. What the last stage has to say goes back by the return stream that the
+coordinator opened to it (direct), else by one that this stage opened to the coordinator (reverse), else up the
+links (relay); it changes over by itself when a stream is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import trio
+from attrs import define, field, frozen
+
+from meshpipe.actors import supervise
+from meshpipe.actors.scope import owned_nursery
+from meshpipe.errors import ActorGoneError, HandshakeError, MeshpipeError, StageLostError
+from meshpipe.messages import Hello, OpenReturn, SessionFailed
+from meshpipe.pipeline.runner import Runner
+from meshpipe.pipeline.stage import Inlet, Route, RouteLost, Sender, Stage, stage_mailbox
+from meshpipe.wire.conditions import Conditions
+from meshpipe.wire.endpoints import STEADY, Address, Call, connect, connect_link, serve
+from meshpipe.wire.handshake import check_hello
+from meshpipe.wire.link import Link
+from meshpipe.wire.security import OPEN, Security
+
+log = logging.getLogger("meshpipe.host")
+
+
+@define(eq=False)
+class WayBack:
+    """Where a stage's words to the coordinator go: the return stream if there is one, else up the link."""
+
+    relay: Sender
+    stream: Sender | None = None
+
+    async def send(self, message: object) -> None:
+        """See `Sender.send`."""
+        stream = self.stream
+        if stream is not None:
+            try:
+                await stream.send(message)
+                return
+            except ActorGoneError:
+                if self.stream is stream:
+                    self.stream = None
+        await self.relay.send(message)
+
+    def try_send(self, message: object) -> bool:
+        """See `Sender.try_send`."""
+        return (self.stream or self.relay).try_send(message)
+
+
+@frozen(eq=False)
+class _RouteInlet:
+    """What comes down a route: for the stage, unless it is about the way back."""
+
+    stage: Inlet
+    open_return: Callable[[str], Awaitable[None]]
+
+    async def send(self, message: object) -> None:
+        if isinstance(message, OpenReturn):
+            await self.open_return(message.address)
+        else:
+            await self.stage.send(message)
+
+    def try_send(self, message: object) -> bool:
+        return self.stage.try_send(message)
+
+
+@define(eq=False)
+class StageHost:
+    """Serves one stage on `listeners` until cancelled.
+
+    `conditions` are suffered by what this stage sends to other hosts (for experiments on one machine);
+    `conditions_upward` by what it sends up its link.
+    """
+
+    runner: Runner
+    security: Security = OPEN
+    conditions: Conditions | None = None
+    conditions_upward: Conditions | None = None
+    index: int = 0
+    draining: bool = False
+    stage: Stage = field(init=False)
+    _routes: dict[str, WayBack] = field(factory=dict)
+    _nursery: trio.Nursery | None = None
+
+    def __attrs_post_init__(self) -> None:
+        self._mailbox = stage_mailbox()
+        self.stage = Stage(self._mailbox, self.index, self.runner)
+
+    @property
+    def routes(self) -> int:
+        """Coordinators that hold a route through this stage."""
+        return len(self._routes)
+
+    async def run(
+        self,
+        listeners: Sequence[trio.SocketListener],
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Answers callers; a caller's fault ends that caller's route and nothing else."""
+        async with owned_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(supervise, self._mailbox, lambda _: self.stage)
+            await nursery.start(serve, listeners, self._answer, self.security)
+            task_status.started()
+            await trio.sleep_forever()
+
+    async def drain(self) -> None:
+        """Admits no further route, and returns when the sessions that are open have ended."""
+        self.draining = True
+        while self.stage.lanes_busy:
+            await trio.sleep(0.05)
+
+    async def _answer(self, call: Call) -> None:
+        if self.draining:
+            raise HandshakeError("this stage is shutting down: call another one")
+        if call.control is None:
+            await self._return_stream(call)
+        else:
+            await self._route(call)
+
+    # ---------------------------------------------------------------- routes
+
+    async def _route(self, call: Call) -> None:
+        descriptor, hello = self.runner.descriptor, call.hello
+        check_hello(hello, descriptor)
+        if hello.pipeline in self._routes:
+            raise HandshakeError(f"pipeline {hello.pipeline} has a route through this stage already")
+        is_last = descriptor.layers[1] == descriptor.layer_count
+        if is_last and hello.route:
+            raise HandshakeError(
+                f"the route goes on after layers {descriptor.layers[0]}:{descriptor.layers[1]}, which end the model"
+            )
+        if not is_last and not hello.route:
+            raise HandshakeError(
+                f"the route ends at layer {descriptor.layers[1]} of {descriptor.layer_count}: add the stage that "
+                f"starts there"
+            )
+        self.stage.index = hello.stage
+        name = f"{hello.pipeline}/{hello.stage}"
+        up: Link
+        async with owned_nursery() as nursery:
+            down: Link | None = None
+            later = ()
+            if not is_last:
+                data, control, answer = await connect_link(
+                    Address.parse(hello.route[0]), self._next_hello(hello), self.security
+                )
+                later = answer.descriptors
+            # The way up exists before anything can come down.
+            up = Link(
+                f"{name} up",
+                _Later(lambda: inlet),
+                call.data,
+                call.control,
+                conditions=self.conditions_upward,
+            )
+            back = WayBack(up.ref)
+            if not is_last:
+                down = Link(f"{name} down", up.ref, data, control, conditions=self.conditions)
+            route = Route(down.ref if down is not None else None, back)
+
+            async def open_return(address: str) -> None:
+                if down is not None:
+                    await down.ref.send(OpenReturn(address))
+                else:
+                    nursery.start_soon(self._reverse, hello, back, address)
+
+            inlet = _RouteInlet(Inlet(self._mailbox, route), open_return)
+            self._routes[hello.pipeline] = back
+            try:
+                await call.accept((descriptor, *later))
+                if down is not None:
+                    nursery.start_soon(self._carry_down, down, up, hello.stage)
+                await up.run()
+            except MeshpipeError as error:
+                log.info("route %s: %s", name, error)
+            finally:
+                del self._routes[hello.pipeline]
+                with trio.CancelScope(shield=True), trio.move_on_after(1.0):
+                    await self._mailbox.ref.send(RouteLost(route))
+
+    def _next_hello(self, hello: Hello) -> Hello:
+        descriptor = self.runner.descriptor
+        return Hello(
+            pipeline=hello.pipeline,
+            stage=hello.stage + 1,
+            route=hello.route[1:],
+            model_digest=descriptor.model_digest,
+            layers=(descriptor.layers[1], None),
+            n_embd=descriptor.n_embd,
+            lanes=hello.lanes,
+            context=hello.context,
+            activation=hello.activation,
+        )
+
+    async def _carry_down(self, down: Link, up: Link, stage: int) -> None:
+        """Runs the link to the next stage; if it is lost, the coordinator is told and the route ends."""
+        reason = "the next stage ended the link"
+        try:
+            await down.run()
+        except MeshpipeError as error:
+            reason = str(error)
+        try:
+            await up.ref.send(SessionFailed(None, stage + 1, reason))
+        except ActorGoneError:
+            pass
+        up.close()
+
+    # ---------------------------------------------------------------- return streams
+
+    async def _return_stream(self, call: Call) -> None:
+        """Direct: the coordinator has opened a return stream to this, its last stage."""
+        back = self._routes.get(call.hello.pipeline)
+        if back is None:
+            raise HandshakeError(f"pipeline {call.hello.pipeline} has no route through this stage")
+        await call.accept()
+        link = Link(f"{call.hello.pipeline} return", _Nothing(), call.data, conditions=self.conditions)
+        await self._use(back, link)
+
+    async def _reverse(self, hello: Hello, back: WayBack, address: str) -> None:
+        """Reverse: this stage opens the return stream to the coordinator."""
+        try:
+            connection, _ = await connect(
+                Address.parse(address), Hello(hello.pipeline, role="return"), self.security, STEADY
+            )
+        except MeshpipeError as error:
+            log.warning("no reverse return stream to %s: %s", address, error)
+            return
+        try:
+            await self._use(
+                back,
+                Link(f"{hello.pipeline} return", _Nothing(), connection, conditions=self.conditions),
+            )
+        finally:
+            await connection.aclose()
+
+    async def _use(self, back: WayBack, link: Link) -> None:
+        back.stream = link.ref
+        try:
+            await link.run()
+        except StageLostError as error:
+            log.info("return stream lost: %s", error)
+        finally:
+            if back.stream is link.ref:
+                back.stream = None
+
+
+@frozen(eq=False)
+class _Later:
+    """A link's inbox that is made after the link."""
+
+    inlet: Callable[[], Any]
+
+    async def send(self, message: object) -> None:
+        await self.inlet().send(message)
+
+
+@frozen(eq=False)
+class _Nothing:
+    """The inbox of a return stream: nothing comes down it but heartbeats."""
+
+    async def send(self, message: object) -> None:
+        log.warning("%s came down a return stream; ignored", type(message).__name__)

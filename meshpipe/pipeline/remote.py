@@ -1,0 +1,315 @@
+"""The coordinator's reach to stages in other processes: the route, the return stream, and children."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+from attrs import define, field
+
+from meshpipe.actors.scope import owned_nursery
+from meshpipe.errors import HandshakeError, MeshpipeError, StageLostError, UsageError
+from meshpipe.llama.slicing import slice_model
+from meshpipe.llama.vocabulary import Vocabulary
+from meshpipe.messages import Hello, OpenReturn, StageDescriptor
+from meshpipe.pipeline.coordinator import STALL_DEADLINE, Coordinator
+from meshpipe.pipeline.sink import ReturnSink
+from meshpipe.topology.layout import StagePlace, Topology
+from meshpipe.wire.conditions import Conditions
+from meshpipe.wire.endpoints import (
+    STEADY,
+    WARM_UP,
+    Address,
+    Call,
+    connect,
+    connect_link,
+    listen,
+    local_address,
+    serve,
+)
+from meshpipe.wire.link import Link
+from meshpipe.wire.security import OPEN, Security
+
+log = logging.getLogger("meshpipe.remote")
+
+
+@define(eq=False)
+class ReturnRoute:
+    """Keeps a way for replies open: direct, else reverse, else relay up the links; says which it is.
+
+    A stream that is lost in the middle is replaced the same way; the replies that went down with it are sent
+    for again by the sessions (`Coordinator.reroute`).
+    """
+
+    pipeline: str
+    last: Address
+    sink: ReturnSink
+    first: Link
+    security: Security
+    listen_host: str
+    kind: str = "relay"
+    _streams: set[Link] = field(factory=set)  # that were proven and not lost since
+
+    async def open(self, nursery: trio.Nursery, lost: Any, deadline: float = WARM_UP) -> None:
+        """Opens the best route there is within `deadline` seconds a try, and keeps watch over it."""
+        if await self._direct(nursery, lost, deadline):
+            self.kind = "direct"
+        elif await self._reverse(nursery, lost):
+            self.kind = "reverse"
+        else:
+            self.kind = "relay"
+            log.warning("no return stream to or from %s: replies ride the links", self.last)
+
+    async def _direct(self, nursery: trio.Nursery, lost: Any, deadline: float) -> bool:
+        try:
+            connection, _ = await connect(
+                self.last, Hello(self.pipeline, role="return"), self.security, deadline
+            )
+        except MeshpipeError as error:
+            log.info("no direct return stream: %s", error)
+            return False
+        link = Link(f"{self.pipeline} return", self.sink, connection)
+        nursery.start_soon(self._carry, link, lost)
+        return await self._proven(link)
+
+    async def _reverse(self, nursery: trio.Nursery, lost: Any) -> bool:
+        """Asks the last stage to call here."""
+        try:
+            listeners = await listen(Address(self.listen_host, 0), self.security)
+        except UsageError as error:
+            log.info("no reverse return stream: %s", error)
+            return False
+        arrived: list[Link] = []
+        came = trio.Event()
+
+        async def answer(call: Call) -> None:
+            if call.hello.role != "return" or call.hello.pipeline != self.pipeline or arrived:
+                raise HandshakeError("only the last stage of this pipeline is expected here")
+            await call.accept()
+            arrived.append(Link(f"{self.pipeline} return", self.sink, call.data))
+            came.set()
+            await self._carry(arrived[0], lost)
+
+        serving = trio.CancelScope()
+
+        async def accept_one() -> None:
+            with serving:
+                await serve(listeners, answer, self.security)
+
+        nursery.start_soon(accept_one)
+        await self.first.ref.send(OpenReturn(str(local_address(listeners[0]))))
+        with trio.move_on_after(STEADY):
+            await came.wait()
+        if arrived and await self._proven(arrived[0]):
+            return True
+        serving.cancel()
+        return False
+
+    async def _proven(self, link: Link) -> bool:
+        try:
+            await link.probe(STEADY)
+        except MeshpipeError:
+            link.close()
+            return False
+        self._streams.add(link)
+        return True
+
+    async def _carry(self, link: Link, lost: Any) -> None:
+        try:
+            await link.run()
+        except MeshpipeError as error:
+            log.warning("return stream lost: %s", error)
+        if link in self._streams:
+            self._streams.discard(link)
+            lost()
+
+
+@asynccontextmanager
+async def open_remote(
+    topology: Topology,
+    vocabulary_file: str | Path | None = None,
+    *,
+    security: Security = OPEN,
+    lanes: int = 1,
+    context: int = 1,
+    model_digest: str | None = None,
+    listen_host: str = "127.0.0.1",
+    stall_deadline: float = STALL_DEADLINE,
+    direct: bool = True,
+) -> AsyncIterator[Coordinator]:
+    """Joins stages that are running already. `lanes` and `context` are the least that every stage must have.
+
+    Raises StageLostError for a stage that cannot be reached, HandshakeError naming what does not agree, and
+    UsageError when no file with the vocabulary is known.
+    """
+    source = vocabulary_file or topology.model
+    if source is None:
+        raise UsageError("no vocabulary: name the model, in the topology file or beside it")
+    pipeline = secrets.token_hex(8)
+    places = topology.stages
+    hello = Hello(
+        pipeline=pipeline,
+        route=tuple(place.address for place in places[1:]),
+        model_digest=model_digest,
+        layers=(0, places[0].layers[1] if places[0].layers else None),
+        lanes=lanes,
+        context=context,
+        activation=topology.activation,
+    )
+    vocabulary = await trio.to_thread.run_sync(Vocabulary, source)
+    try:
+        async with owned_nursery() as nursery:
+            sink = ReturnSink()
+            data, control, answer = await connect_link(Address.parse(places[0].address), hello, security)
+            descriptors = answer.descriptors
+            _check_route(places, descriptors)
+            first = Link(f"{pipeline} first", sink, data, control)
+            back = ReturnRoute(
+                pipeline,
+                Address.parse(places[-1].return_address or places[-1].address),
+                sink,
+                first,
+                security,
+                listen_host,
+            )
+            coordinator = Coordinator(
+                nursery,
+                first.ref,
+                sink,
+                descriptors,
+                vocabulary,
+                link=0.0,
+                stall_deadline=stall_deadline,
+                encoding_exact=topology.activation == "float32",
+            )
+            nursery.start_soon(_carry_first, first, coordinator)
+
+            def return_lost() -> None:
+                coordinator.reroute()
+                nursery.start_soon(back.open, nursery, return_lost, STEADY)
+
+            if direct:
+                await back.open(nursery, return_lost)
+            coordinator.return_route = lambda: back.kind
+            coordinator.pipe.link = await coordinator.round_trip()
+            yield coordinator
+            first.close()
+    finally:
+        vocabulary.close()
+
+
+async def _carry_first(first: Link, coordinator: Coordinator) -> None:
+    reason = "the first stage ended the link"
+    try:
+        await first.run()
+    except MeshpipeError as error:
+        reason = str(error)
+    coordinator.fail_all(0, reason)
+
+
+def _check_route(places: Sequence[StagePlace], descriptors: Sequence[StageDescriptor]) -> None:
+    if len(descriptors) != len(places):
+        raise HandshakeError(f"{len(places)} stages were named, {len(descriptors)} answered")
+    for number, (place, descriptor) in enumerate(zip(places, descriptors, strict=True)):
+        if place.layers is not None and place.layers != descriptor.layers:
+            named, has = (f"{a}:{b}" for a, b in (place.layers, descriptor.layers))
+            raise HandshakeError(
+                f"stage {number} at {place.address}: the topology says layers {named}, it has {has}"
+            )
+
+
+@asynccontextmanager
+async def open_spawned(
+    model: str | Path,
+    boundaries: Sequence[int],
+    *,
+    stage_arguments: Sequence[str] = (),
+    delay: Conditions | None = None,
+    activation: str = "float32",
+    lanes: int = 1,
+    context: int = 4096,
+    threads: int = 1,
+    ready_deadline: float = 120.0,
+    **remote: Any,
+) -> AsyncIterator[Coordinator]:
+    """Starts a child process for every stage, on loopback, and joins them; ends them whatever happens.
+
+    `delay` is suffered on every link between neighbouring stages, in both directions, and on the return.
+    `stage_arguments` are further arguments of `meshpipe stage`.
+    """
+    ranges = list(zip(boundaries, boundaries[1:], strict=False))
+    for start, stop in ranges:  # one after the other: they read the same disk
+        await trio.to_thread.run_sync(slice_model, model, start, stop)
+    vocabulary_file = await trio.to_thread.run_sync(slice_model, model, *ranges[0])
+    async with owned_nursery() as nursery:
+        children: list[trio.Process] = []
+        places: list[StagePlace] = [StagePlace("")] * len(ranges)
+
+        async def start_child(index: int) -> None:
+            start, stop = ranges[index]
+            command = [
+                sys.executable, "-m", "meshpipe", "stage", "--model", str(model), "--layers", f"{start}:{stop}",
+                "--listen", "127.0.0.1:0", "--lanes", str(lanes), "--context", str(context),
+                "--threads", str(threads), "--json", "--exit-with-parent", *stage_arguments,
+            ]  # fmt: skip
+            if delay is not None:
+                command += ["--conditions", _conditions_text(delay)]
+                command += ["--conditions-upward", _conditions_text(delay)] if index else []
+            process: trio.Process = await nursery.start(
+                partial(trio.run_process, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, check=False)
+            )
+            children.append(process)
+            with trio.move_on_after(ready_deadline) as scope:
+                ready = await _ready_line(process)
+            if scope.cancelled_caught:
+                raise StageLostError(f"stage {start}:{stop} was not ready within {ready_deadline:g} s")
+            places[index] = StagePlace(ready["address"], (start, stop))
+
+        try:
+            async with trio.open_nursery() as starting:
+                for index in range(len(ranges)):
+                    starting.start_soon(start_child, index)
+            async with open_remote(
+                Topology(places, activation=activation),
+                vocabulary_file,
+                lanes=lanes,
+                context=context,
+                **remote,
+            ) as coordinator:
+                yield coordinator
+        finally:
+            for child in children:
+                if child.stdin is not None:
+                    await trio.aclose_forcefully(child.stdin)  # the child ends by itself
+            with trio.CancelScope(shield=True), trio.move_on_after(3.0):
+                for child in children:
+                    await child.wait()
+
+
+def _conditions_text(conditions: Conditions) -> str:
+    pairs = {"delay": conditions.delay, "jitter": conditions.jitter, "bandwidth": conditions.bandwidth}
+    return ",".join(f"{name}={value}" for name, value in pairs.items() if value)
+
+
+async def _ready_line(process: trio.Process) -> dict[str, Any]:
+    """The one line of JSON by which a stage says that it serves."""
+    assert process.stdout is not None
+    line = b""
+    while not line.endswith(b"\n"):
+        chunk = await process.stdout.receive_some(4096)
+        if not chunk:
+            raise StageLostError(
+                f"a stage ended before it was ready (exit status {process.returncode}); its messages say why"
+            )
+        line += chunk
+    ready: dict[str, Any] = json.loads(line)
+    return ready

@@ -1,0 +1,58 @@
+"""The return sink: where the last stage's replies, and every stage's complaints, come in."""
+
+from __future__ import annotations
+
+from meshpipe.actors import Ref
+from meshpipe.errors import ActorGoneError
+from meshpipe.messages import Progress, Reply, SessionFailed, SessionOpened
+from meshpipe.pipeline.session import SessionMessage
+
+
+class ReturnSink:
+    """Hands what comes back to its session; a `Sender`, so that links and stages in this process use it alike.
+
+    What comes for a session that has ended is counted and forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.unclaimed = 0
+        self._sessions: dict[int, Ref[SessionMessage]] = {}
+
+    def register(self, session: int, ref: Ref[SessionMessage]) -> None:
+        """From now on the session gets its messages."""
+        self._sessions[session] = ref
+
+    def forget(self, session: int) -> None:
+        """The session has ended."""
+        self._sessions.pop(session, None)
+
+    def sessions(self) -> list[Ref[SessionMessage]]:
+        """Those that are registered now."""
+        return list(self._sessions.values())
+
+    async def send(self, message: object) -> None:
+        """See `Sender.send`; waits while the session's mailbox is full."""
+        for ref in self._claimants(message):
+            try:
+                await ref.send(message)  # type: ignore[arg-type]
+            except ActorGoneError:
+                self.unclaimed += 1
+
+    def try_send(self, message: object) -> bool:
+        """See `Sender.try_send`."""
+        try:
+            return all([ref.try_send(message) for ref in self._claimants(message)])  # type: ignore[arg-type]
+        except ActorGoneError:
+            self.unclaimed += 1
+            return True
+
+    def _claimants(self, message: object) -> list[Ref[SessionMessage]]:
+        if not isinstance(message, (Reply, Progress, SessionOpened, SessionFailed)):
+            raise TypeError(f"a return sink does not take {type(message).__name__}")
+        if message.session is None:
+            return list(self._sessions.values())
+        ref = self._sessions.get(message.session)
+        if ref is None:
+            self.unclaimed += 1
+            return []
+        return [ref]
