@@ -206,7 +206,9 @@ def test_acceptance_starts_at_the_prior_and_follows_what_it_sees() -> None:
 @given(
     st.lists(st.integers(0, 2), min_size=2, max_size=12),
     st.lists(
-        st.tuples(st.lists(st.integers(0, 2), max_size=4), st.integers(1, 5), st.integers(0, 3), st.booleans()),
+        st.tuples(
+            st.lists(st.integers(0, 2), max_size=4), st.integers(1, 5), st.integers(0, 3), st.booleans()
+        ),
         max_size=25,
     ),
 )

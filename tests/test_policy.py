@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -53,7 +54,7 @@ def test_a_curve_that_was_measured_ascending_never_falls(steps: list[tuple[int, 
         rows, seconds = rows + more_rows, seconds + more_seconds
         points.append((rows, seconds))
     costs = [CostCurve(tuple(points))(rows) for rows in range(1, 80)]
-    assert all(low <= high + 1e-12 for low, high in zip(costs, costs[1:], strict=False))
+    assert all(low <= high + 1e-12 for low, high in pairwise(costs))
     assert min(costs) > 0
 
 
@@ -175,10 +176,11 @@ def test_retiring_makes_room_for_as_much_work() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"width": 0}, {"width": 65}, {"depth": 0}, {"depth": 257}, {"max_width": 0}, {"width": "wide"}]
+    "changes",
+    [{"width": 0}, {"width": 65}, {"depth": 0}, {"depth": 257}, {"max_width": 0}, {"width": "wide"}],
 )
 def test_numbers_out_of_range_are_refused_with_the_range(changes: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match="integer from 1 to (64|256)"):
+    with pytest.raises(UsageError, match=r"integer from 1 to (64|256)"):
         Pace(far(), **changes)  # type: ignore[arg-type]
 
 

@@ -44,7 +44,7 @@ PLACES = [(1, 0.0), (2, 0.0), (2, 0.025), (2, 0.1), (3, 0.05), (4, 0.0), (4, 0.1
 @pytest.mark.parametrize(("stages", "delay"), PLACES)
 def test_without_speculation_a_token_costs_a_round_trip(stages: int, delay: float) -> None:
     topology = pipe(stages, delay)
-    assert serial(topology, novel(80)).rate == pytest.approx(1 / topology.pipe().latency(1), rel=1e-6)
+    assert serial(topology, novel(80)).rate() == pytest.approx(1 / topology.pipe().latency(1), rel=1e-6)
 
 
 @pytest.mark.parametrize(("stages", "delay"), [(2, 0.1), (3, 0.05), (4, 0.0)])
@@ -54,13 +54,14 @@ def test_predictable_text_at_fixed_width_and_depth(stages: int, delay: float, wi
     """min(depth × width / latency, width / slowest stage), within 3%."""
     topology = pipe(stages, delay)
     cost = topology.pipe()
-    text = novel(PROMPT + width * max(40, 3 * depth))
+    rounds = max(4, 60 // depth)
+    text = novel(PROMPT + depth * width * (rounds + 2))
     pace = Pace(cost, width=width, depth=depth)
     outcome = simulate(topology, text, PROMPT, pace, Oracle(text))
     expected = min(depth * width / topology.pipe().latency(width), width / topology.pipe().slowest(width))
-    # From the second round trip on: the first one fills the pipe.
-    skip = outcome.times[0] + 1.01 * topology.pipe().latency(width)
-    assert outcome.steady_rate(skip) == pytest.approx(expected, rel=0.03)
+    # Whole round trips, from the second on: the first one fills the pipe.
+    first = depth * width
+    assert outcome.rate(first, first + rounds * depth * width) == pytest.approx(expected, rel=0.03)
     assert outcome.stale_rows == 0
 
 
@@ -71,19 +72,20 @@ def test_predictable_text_at_automatic_width_and_depth(stages: int, delay: float
     text = novel(1_500)
     best = max(width / topology.pipe().slowest(width) for width in range(1, 17))
     outcome = run(topology, text, Oracle(text))
-    skip = outcome.times[0] + 1.01 * topology.pipe().latency(16)
-    assert outcome.steady_rate(skip) == pytest.approx(best, rel=0.03)
+    assert outcome.rate(300) == pytest.approx(best, rel=0.03)
 
 
 @pytest.mark.parametrize(("stages", "delay"), PLACES)
 @pytest.mark.parametrize("alphabet", [4, 40, 5_000])
-def test_unpredictable_text_costs_nothing_over_not_speculating(stages: int, delay: float, alphabet: int) -> None:
+def test_unpredictable_text_costs_nothing_over_not_speculating(
+    stages: int, delay: float, alphabet: int
+) -> None:
     """Random tokens: the n-gram proposer finds coincidences (many, in a small alphabet); at most 2%."""
     rng = random.Random(alphabet)
     topology = pipe(stages, delay)
-    text = [rng.randrange(alphabet) for _ in range(500)]
+    text = [rng.randrange(alphabet) for _ in range(300)]
     outcome = run(topology, text, NgramProposer(NgramConfig(min_match=1)))
-    assert outcome.rate >= 0.98 * serial(topology, text).rate
+    assert outcome.rate() >= 0.98 * serial(topology, text).rate()
 
 
 @pytest.mark.parametrize(("stages", "delay"), PLACES)
@@ -91,7 +93,7 @@ def test_a_storm_of_confident_wrong_proposals_costs_at_most_2_percent(stages: in
     topology = pipe(stages, delay)
     text = novel(400)
     outcome = run(topology, text, Oracle(text, lie=lambda position: True))
-    assert outcome.rate >= 0.98 * serial(topology, text).rate
+    assert outcome.rate() >= 0.98 * serial(topology, text).rate()
     assert outcome.stale_rows < 0.5 * len(text)
 
 
@@ -102,25 +104,24 @@ def after(position: int) -> Callable[[int], bool]:
 @pytest.mark.parametrize(("stages", "delay"), PLACES)
 def test_after_a_storm_speed_comes_back(stages: int, delay: float) -> None:
     topology = pipe(stages, delay)
-    text = novel(1_600)
+    text = novel(1_200)
     calm = run(topology, text, Oracle(text))
     stormy = run(topology, text, Oracle(text, lie=after(300)))
-    late = stormy.times[600 - PROMPT]
-    assert stormy.steady_rate(late) >= 0.9 * calm.steady_rate(calm.times[600 - PROMPT])
+    assert stormy.rate(500) >= 0.9 * calm.rate(500)
 
 
 @pytest.mark.parametrize("wrong", [0.05, 0.3, 0.9])
 def test_partly_wrong_proposals_gain_and_never_lose(wrong: float) -> None:
     rng = random.Random(5)
-    text = novel(500)
+    text = novel(300)
     lies = [rng.random() < wrong for _ in text]
-    for stages, delay in PLACES:
+    for stages, delay in ((1, 0.0), (2, 0.0), (2, 0.1), (3, 0.05)):
         topology = pipe(stages, delay)
         outcome = run(topology, text, Oracle(text, lie=lies.__getitem__))
-        base = serial(topology, text).rate
-        assert outcome.rate >= 0.98 * base
+        base = serial(topology, text).rate()
+        assert outcome.rate() >= 0.98 * base
         if delay and wrong < 0.5:
-            assert outcome.rate >= 1.8 * base
+            assert outcome.rate() >= 1.8 * base
 
 
 def test_text_that_repeats_itself_is_found_by_the_ngram_proposer() -> None:
@@ -128,10 +129,10 @@ def test_text_that_repeats_itself_is_found_by_the_ngram_proposer() -> None:
     passage = novel(200)
     text = passage * 4
     outcome = simulate(topology, text, 200, Pace(topology.pipe()), NgramProposer())
-    assert outcome.rate >= 15 * serial(topology, text).rate
+    assert outcome.rate() >= 15 * serial(topology, text).rate()
 
 
-@settings(max_examples=60)
+@settings(max_examples=20, deadline=None)
 @given(
     st.integers(1, 4),
     st.sampled_from([0.0, 0.003, 0.02, 0.1]),

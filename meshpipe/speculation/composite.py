@@ -30,16 +30,6 @@ from meshpipe.speculation.ngram import NgramProposer
 from meshpipe.speculation.policy import Verdict
 
 NGRAM = "ngram"
-_LEVELS = 8
-
-
-@frozen
-class Guess:
-    """A token expected at a position, its source, and how sure the source was (its level, see above)."""
-
-    token: int
-    source: str
-    level: int
 
 
 @define
@@ -50,8 +40,8 @@ class Acceptance:
     """
 
     prior: float
-    weight: float = 8.0
-    memory: float = 64.0
+    weight: float = 4.0
+    memory: float = 32.0
     judged: int = 0
     accepted: int = 0
     _right: float = field(init=False)
@@ -75,11 +65,20 @@ class Acceptance:
         self._all = self._all * keep + 1
 
 
+@frozen
+class Guess:
+    """A token expected at a position, who says so, and how often guesses like it are right."""
+
+    token: int
+    source: str
+    acceptance: Acceptance
+
+
 class Composite:
     """The line of guesses of one session, beside its ledger.
 
     ngram: the session's n-gram proposer, with nothing committed yet; None to go without.
-    ahead: tokens after the last dispatched one that the n-gram proposer is asked to fill.
+    ahead: tokens after the last dispatched one that are kept ready; at least the widest window.
 
     Call `update` once with the prompt in the ledger, and after every `Ledger.receive`.
     """
@@ -87,7 +86,7 @@ class Composite:
     NGRAM_PRIORS = (0.20, 0.30, 0.45, 0.65, 0.85, 0.95, 0.98, 0.99)
     PREFIX_PRIOR = 0.5
 
-    def __init__(self, ledger: Ledger, ngram: NgramProposer | None = None, *, ahead: int = 64) -> None:
+    def __init__(self, ledger: Ledger, ngram: NgramProposer | None = None, *, ahead: int = 32) -> None:
         self.acceptance: dict[tuple[str, int], Acceptance] = {}
         self._ledger = ledger
         self._ngram = ngram
@@ -105,7 +104,7 @@ class Composite:
         accepted = 0
         for guess, token in zip(self._line, fresh, strict=False):
             right = guess.token == token
-            self._acceptance(guess).judge(right)
+            guess.acceptance.judge(right)
             if not right:
                 self._line.clear()
                 self._prefix_start = None
@@ -135,7 +134,7 @@ class Composite:
         if any(known[at] != token for at, token in enumerate(proposal.tokens[: len(known)])):
             return 0
         fresh = [
-            Guess(token, proposal.source, level)
+            Guess(token, proposal.source, self._acceptance(proposal.source, level))
             for level, token in enumerate(proposal.tokens[len(known) :], len(known))
         ]
         if fresh:
@@ -156,8 +155,8 @@ class Composite:
         start = self._ledger.horizon - self._ledger.undispatched - self._ledger.frontier
         sure = 1.0
         survival = [1.0] * -start
-        for at, guess in enumerate(self._line):
-            sure *= self._acceptance(guess).rate
+        for at, guess in enumerate(self._line[: max(start, 0) + self._ahead]):
+            sure *= guess.acceptance.rate
             if at >= start:
                 survival.append(sure)
         return survival
@@ -185,16 +184,16 @@ class Composite:
             if draft.match <= guessed:
                 return
         self._line += [
-            Guess(token, NGRAM, min(match.bit_length() - 1, _LEVELS - 1))
+            Guess(token, NGRAM, self._acceptance(NGRAM, min(match.bit_length(), len(self.NGRAM_PRIORS)) - 1))
             for match, token in enumerate(draft.tokens, draft.match)
         ]
 
-    def _acceptance(self, guess: Guess) -> Acceptance:
-        key = (guess.source, guess.level)
-        if key not in self.acceptance:
-            prior = self.NGRAM_PRIORS[guess.level] if guess.source == NGRAM else self.PREFIX_PRIOR
-            self.acceptance[key] = Acceptance(prior)
-        return self.acceptance[key]
+    def _acceptance(self, source: str, level: int) -> Acceptance:
+        seen = self.acceptance.get((source, level))
+        if seen is None:
+            prior = self.NGRAM_PRIORS[level] if source == NGRAM else self.PREFIX_PRIOR
+            seen = self.acceptance[source, level] = Acceptance(prior)
+        return seen
 
     def summary(self) -> dict[str, tuple[int, int]]:
         """By source: guesses judged and guesses accepted."""
@@ -203,4 +202,3 @@ class Composite:
             judged, accepted = totals.get(source, (0, 0))
             totals[source] = (judged + seen.judged, accepted + seen.accepted)
         return totals
-

@@ -195,10 +195,7 @@ class Pace:
         if not survival:
             return 0
         mandatory = not self._in_flight
-        if self.width != "auto":
-            width = min(self.width, len(survival))
-        else:
-            width = self._best_width(survival)
+        width = self._best_width(survival) if self.width == "auto" else min(self.width, len(survival))
         if mandatory:
             return max(1, width)
         if not width or self.in_flight >= (self._max_depth if self.depth == "auto" else self.depth):

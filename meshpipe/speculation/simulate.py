@@ -16,9 +16,10 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from meshpipe.errors import ProtocolError
 from meshpipe.messages import Reply, Timing, Window
@@ -61,17 +62,10 @@ class Outcome:
     busy: tuple[float, ...]
     """Seconds that each stage computed."""
 
-    @property
-    def rate(self) -> float:
-        """Decode tokens per second, from the first token to the last."""
-        return (len(self.times) - 1) / (self.times[-1] - self.times[0])
-
-    def steady_rate(self, skip: float) -> float:
-        """Tokens per second from `skip` seconds on, from a commit to the last one."""
-        late = [time for time in self.times if time >= skip]
-        # A commit of several tokens is one moment: the tokens of the first moment were earned before it.
-        earned = sum(1 for time in late if time > late[0])
-        return earned / (late[-1] - late[0])
+    def rate(self, first: int = 0, last: int = -1) -> float:
+        """Decode tokens per second between two output tokens, by their index; of all by default."""
+        tokens = range(len(self.times))[last] - first
+        return tokens / (self.times[last] - self.times[first])
 
 
 class Oracle(NgramProposer):
@@ -135,8 +129,8 @@ class _Simulation:
         self._order = count()
         self._sent: dict[int, float] = {}
 
-    def at(self, time: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time, next(self._order), action))
+    def after(self, delay: float, action: Callable[..., None], *arguments: object) -> None:
+        heapq.heappush(self._events, (self.now + delay, next(self._order), partial(action, *arguments)))
 
     def run(self) -> Outcome:
         self.dispatch()
@@ -164,7 +158,7 @@ class _Simulation:
             if window is None:
                 return
             if window.wanted:
-                self.pace.sent(window.number, survival[: window.width] if window.start else [1.0])
+                self.pace.sent(window.number, survival[: window.wanted])
             self._sent[window.number] = self.now
             self.arrive(0, window)
 
@@ -183,7 +177,7 @@ class _Simulation:
         stage = self.stages[index]
         stage.fresh_epoch = max(stage.fresh_epoch, epoch)
         if index + 1 < len(self.stages):
-            self.at(self.now + self.topology.links[index], lambda: self.discard(index + 1, epoch))
+            self.after(self.topology.links[index], self.discard, index + 1, epoch)
 
     # The stages.
 
@@ -212,26 +206,17 @@ class _Simulation:
             service = self.topology.curves[stage.index](window.width)
             stage.busy += service
             timing = Timing(stage.index, self.now - arrived, service, window.width)
-            self.at(self.now + service, lambda: self.done(stage, window, timing))
+            self.after(service, self.done, stage, window, timing)
             return
 
     def done(self, stage: _Stage, window: Window, timing: Timing) -> None:
         stage.running = False
-        window = Window(
-            window.session,
-            window.epoch,
-            window.number,
-            window.start,
-            window.tokens,
-            window.wanted,
-            timings=(*window.timings, timing),
-        )
-        later = self.now + self.topology.links[stage.index]
+        window = evolve(window, timings=(*window.timings, timing))
+        delay = self.topology.links[stage.index]
         if stage.index + 1 < len(self.stages):
-            self.at(later, lambda: self.arrive(stage.index + 1, window))
+            self.after(delay, self.arrive, stage.index + 1, window)
         elif window.wanted:
-            reply = self.pick(stage, window)
-            self.at(later, lambda: self.replied(reply))
+            self.after(delay, self.replied, self.pick(stage, window))
         self.start(stage)
 
     def pick(self, stage: _Stage, window: Window) -> Reply:
