@@ -91,10 +91,8 @@ async def connections(kind: str, columns: int = COLUMNS) -> AsyncIterator[tuple[
 
 def shrink(connection: Any) -> None:
     """Small kernel buffers, so that a pipe is full after few frames."""
-    stream = connection._stream
-    stream = getattr(stream, "transport_stream", stream)
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    connection._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    connection._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
 
 
 def inbox(windows: int = 1000, replies: int = 1000, control: int = 1000) -> Mailbox[Any]:

@@ -83,11 +83,17 @@ class Mailbox(Generic[M]):
         Raises `trio.EndOfChannel` when the mailbox is closed and those queues are empty. A checkpoint always.
         """
         names = queues or tuple(self._queues)
-        await trio.lowlevel.checkpoint()
-        while not any(self._queues[name].items for name in names):
-            if self._closed is not None:
+        waited = False
+        while True:
+            if any(self._queues[name].items for name in names):
+                if waited:
+                    return
+                await trio.lowlevel.checkpoint()  # without waiting; another receiver may be quicker
+            elif self._closed is not None:
                 raise trio.EndOfChannel
-            await self._receivers.park()
+            else:
+                await self._receivers.park()
+            waited = True
 
     async def receive(self, *queues: str) -> M | Ask[M]:
         """Takes the first message of the most urgent of `queues` (all, if none is named) that has one."""

@@ -7,7 +7,7 @@ listen; a `Link` joins two mailboxes; `conditions` and `proxy` make a wire as ba
 
 from .codec import ENCODINGS, decode, encode
 from .conditions import Conditions
-from .connections import Connection, MemoryConnection, TcpConnection, TlsConnection, memory_pair
+from .connections import Connection, MemoryConnection, SocketConnection, memory_pair
 from .endpoints import STEADY, WARM_UP, Address, Call, connect, connect_link, listen, local_address, serve
 from .frames import Frame, Kind, Limits
 from .handshake import check_hello
@@ -31,8 +31,7 @@ __all__ = [
     "Link",
     "MemoryConnection",
     "Security",
-    "TcpConnection",
-    "TlsConnection",
+    "SocketConnection",
     "Traffic",
     "check_hello",
     "check_listen",

@@ -10,7 +10,8 @@ import socket
 import ssl
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import trio
@@ -23,8 +24,10 @@ from .frames import HANDSHAKE_LIMITS, PREFIX_SIZE, Frame, Limits, pack, parse_pr
 THREAD_FROM = 256 << 10
 """Bytes of rows from which inexact encodings are computed in a thread, off the event loop."""
 
-_TLS_PIECE = 256 << 10  # encrypted at once, so that the event loop gets its turn
+JOIN_UP_TO = 64 << 10
+"""Bytes of payload up to which TLS sends it in one piece with its header."""
 
+T = TypeVar("T")
 View = bytes | bytearray | memoryview
 
 
@@ -114,32 +117,47 @@ def memory_pair(
 # ---- sockets ------------------------------------------------------------------------------------------
 
 
-class StreamConnection(Connection):
-    """Frames over bytes: small ones without payload, until the handshake has agreed on more."""
+class SocketConnection(Connection):
+    """Frames over TCP or TLS: small ones without payload, until the handshake has agreed on more.
 
-    def __init__(self, peer: str) -> None:
+    Over TCP a payload goes from the rows' own memory to the socket, and from the socket into a new array. TLS
+    reads into the array likewise; a small payload is joined to its header first, to be one record the less.
+    `sock` is a connected socket that does not block, an `ssl.SSLSocket` for TLS, and is the connection's own.
+    """
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
         super().__init__(peer)
-        self.encoding = "float32"
-        self.limits: Limits = HANDSHAKE_LIMITS
+        self._socket = sock
+        self._secure = isinstance(sock, ssl.SSLSocket)
+        self._encoding = "float32"
+        self._limits: Limits = HANDSHAKE_LIMITS
         self._sendable = True
         self._receivable = True
+        _tune(sock)
 
     def agree(self, encoding: str, limits: Limits) -> None:
-        self.encoding = encoding
-        self.limits = limits
+        self._encoding = encoding
+        self._limits = limits
 
     async def send(self, frame: Frame) -> int:
         if not self._sendable:
             raise StageLostError(f"{self.peer}: an earlier send was cut short, the connection is lost")
         self._sendable = False
-        if self.encoding != "float32" and _is_large(frame):
-            head, payload = await trio.to_thread.run_sync(pack, frame, self.encoding)
+        if self._encoding != "float32" and _is_large(frame):
+            head, payload = await trio.to_thread.run_sync(pack, frame, self._encoding)
         else:
-            head, payload = pack(frame, self.encoding)
+            head, payload = pack(frame, self._encoding)
+        if self._secure and len(payload) <= JOIN_UP_TO:
+            buffers: list[View] = [head + payload]
+        else:
+            buffers = [head, payload] if payload else [head]
         try:
-            await self._send_buffers(head, payload)
-        except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            raise StageLostError(f"{self.peer} is lost: {_reason(error)}") from None
+            while buffers:
+                count = await self._retry(_gather, self._socket, buffers)
+                self.sent_at = trio.current_time()
+                buffers = _after(buffers, count)
+        except OSError as error:
+            raise StageLostError(f"{self.peer} is lost: {error}") from None
         self._sendable = True
         return len(head) + len(payload)
 
@@ -147,134 +165,97 @@ class StreamConnection(Connection):
         if not self._receivable:
             raise StageLostError(f"{self.peer}: an earlier receive was cut short, the connection is lost")
         self._receivable = False
-        try:
-            start = bytearray(PREFIX_SIZE)
-            came = await self._receive_into([memoryview(start)])
-            if came == 0:
-                raise StageLostError(f"{self.peer} closed the connection without saying so")
-            if came == PREFIX_SIZE:
-                prefix = parse_prefix(start, self.limits)
-                header = bytearray(prefix.header)
-                payload = np.empty(prefix.payload, dtype=np.uint8)  # untouched memory until bytes come
-                parts = [memoryview(header), payload.data] if prefix.payload else [memoryview(header)]
-                wanted = prefix.header + prefix.payload
-                came = await self._receive_into(parts) if wanted else 0
-                if came == wanted:
-                    self._receivable = True
-        except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            raise StageLostError(f"{self.peer} is lost: {_reason(error)}") from None
-        if not self._receivable:
+        start = bytearray(PREFIX_SIZE)
+        came = await self._fill([start])
+        if came == 0:
+            raise StageLostError(f"{self.peer} closed the connection without saying so")
+        if came < PREFIX_SIZE:
             raise StageLostError(f"{self.peer} closed the connection in the middle of a frame")
-        if prefix.payload > THREAD_FROM and self.encoding != "float32":
-            return await trio.to_thread.run_sync(unpack, prefix, bytes(header), payload, self.limits)
-        return unpack(prefix, bytes(header), payload, self.limits)
-
-    @abstractmethod
-    async def _send_buffers(self, head: bytes, payload: memoryview) -> None:
-        """Sends both, whole."""
-
-    @abstractmethod
-    async def _receive_into(self, views: list[memoryview]) -> int:
-        """Fills the views; returns the bytes that came, fewer only at the end of the stream."""
-
-
-class TcpConnection(StreamConnection):
-    """Frames over TCP. The payload goes from the rows' own memory to the socket, and from it into a new array."""
-
-    def __init__(self, stream: trio.SocketStream, peer: str) -> None:
-        super().__init__(peer)
-        self._stream = stream
-        self._socket = stream.socket
-        tune(stream)
-
-    async def _send_buffers(self, head: bytes, payload: memoryview) -> None:
-        buffers: list[View] = [head, payload] if payload else [head]
-        while buffers:
-            buffers = _after(buffers, await _gather(self._socket, buffers))
-            self.sent_at = trio.current_time()
-
-    async def _receive_into(self, views: list[memoryview]) -> int:
-        came = 0
-        left: Sequence[View] = views
-        while left:
-            count = await _scatter(self._socket, left)
-            if count == 0:
-                break
-            self.received_at = trio.current_time()
-            came += count
-            left = _after(left, count)
-        return came
+        prefix = parse_prefix(start, self._limits)
+        header = bytearray(prefix.header)
+        payload = np.empty(prefix.payload, dtype=np.uint8)  # untouched memory until the bytes come
+        parts: list[View] = [header, payload.data] if prefix.payload else [header]
+        if await self._fill(parts) < prefix.header + prefix.payload:
+            raise StageLostError(f"{self.peer} closed the connection in the middle of a frame")
+        if prefix.payload > THREAD_FROM and self._encoding != "float32":
+            frame = await trio.to_thread.run_sync(unpack, prefix, bytes(header), payload, self._limits)
+        else:
+            frame = unpack(prefix, bytes(header), payload, self._limits)
+        self._receivable = True
+        return frame
 
     def alive(self) -> bool:
-        return _is_open(self._socket)
+        if self._socket.fileno() < 0:
+            return False
+        bare = socket.socket(fileno=self._socket.fileno())  # peeks below TLS
+        try:
+            return bare.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            bare.detach()
 
     async def aclose(self) -> None:
-        await trio.aclose_forcefully(self._stream)
+        if self._socket.fileno() >= 0:
+            trio.lowlevel.notify_closing(self._socket)
+            self._socket.close()
+        await trio.lowlevel.checkpoint()
 
+    async def secure(self) -> None:
+        """The TLS handshake. Raises `StageLostError`."""
+        assert isinstance(self._socket, ssl.SSLSocket)
+        try:
+            await self._retry(self._socket.do_handshake)
+        except OSError as error:
+            raise StageLostError(f"{self.peer}: no TLS handshake: {error}") from None
 
-class TlsConnection(StreamConnection):
-    """Frames over TLS; the TLS layer's own buffers cost one copy of the payload each way."""
-
-    def __init__(self, stream: trio.SSLStream[trio.SocketStream], peer: str) -> None:
-        super().__init__(peer)
-        self._stream = stream
-        self._unread = memoryview(b"")
-        tune(stream.transport_stream)
-
-    async def _send_buffers(self, head: bytes, payload: memoryview) -> None:
-        if len(payload) < _TLS_PIECE:
-            await self._stream.send_all(head + payload)
-            self.sent_at = trio.current_time()
-            return
-        await self._stream.send_all(head)
-        for start in range(0, len(payload), _TLS_PIECE):
-            await self._stream.send_all(payload[start : start + _TLS_PIECE])
-            self.sent_at = trio.current_time()
-
-    async def _receive_into(self, views: list[memoryview]) -> int:
+    async def _fill(self, views: Sequence[View]) -> int:
+        """Fills the buffers; returns the bytes that came, fewer only at the end of the stream."""
         came = 0
-        for view in views:
-            done = 0
-            while done < len(view):
-                if not self._unread:
-                    self._unread = memoryview(await self._stream.receive_some(1 << 16))
-                    if not self._unread:
-                        return came
-                    self.received_at = trio.current_time()
-                count = min(len(self._unread), len(view) - done)
-                view[done : done + count] = self._unread[:count]
-                self._unread = self._unread[count:]
-                done += count
+        left = [view for view in views if len(view)]
+        try:
+            while left:
+                count = await self._retry(_scatter, self._socket, left)
+                if count == 0:
+                    break
+                self.received_at = trio.current_time()
                 came += count
+                left = _after(left, count)
+        except OSError as error:
+            raise StageLostError(f"{self.peer} is lost: {error}") from None
         return came
 
-    def alive(self) -> bool:
-        return _is_open(self._stream.transport_stream.socket)
+    async def _retry(self, operation: Callable[..., T], *args: Any) -> T:
+        """What `operation` returns, as soon as the socket lets it; a checkpoint only if it has to wait.
 
-    async def aclose(self) -> None:
-        await trio.aclose_forcefully(self._stream)
-
-
-def tune(stream: trio.SocketStream) -> None:
-    """No delay for small frames, and the kernel's keepalive: a silent peer is lost after some 30 s."""
-    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        for option, value in ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
-            stream.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-async def _gather(sock: trio.socket.SocketType, buffers: Sequence[View]) -> int:
-    if sys.platform != "win32":
-        return await sock.sendmsg(buffers)
-    return await sock.send(buffers[0])
+        trio's own sockets and TLS streams give up their turn at every call; at several calls a frame, that was
+        half of a hop's latency.
+        """
+        while True:
+            try:
+                return operation(*args)
+            except (BlockingIOError, ssl.SSLWantReadError):
+                writing = operation is _gather and not self._secure
+            except ssl.SSLWantWriteError:
+                writing = True
+            try:
+                await (trio.lowlevel.wait_writable if writing else trio.lowlevel.wait_readable)(self._socket)
+            except (trio.ClosedResourceError, trio.BusyResourceError) as error:
+                raise StageLostError(f"{self.peer} is lost: {error}") from None
 
 
-async def _scatter(sock: trio.socket.SocketType, views: Sequence[View]) -> int:
-    if sys.platform != "win32":
-        count, _, _, _ = await sock.recvmsg_into(views)
-        return count
-    return await sock.recv_into(views[0])
+def _gather(sock: socket.socket, buffers: Sequence[View]) -> int:
+    if isinstance(sock, ssl.SSLSocket) or sys.platform == "win32":
+        return sock.send(buffers[0])
+    return sock.sendmsg(buffers)
+
+
+def _scatter(sock: socket.socket, views: Sequence[View]) -> int:
+    if isinstance(sock, ssl.SSLSocket) or sys.platform == "win32":
+        return sock.recv_into(views[0])
+    return sock.recvmsg_into(views)[0]
 
 
 def _after(buffers: Sequence[View], count: int) -> list[View]:
@@ -289,18 +270,13 @@ def _after(buffers: Sequence[View], count: int) -> list[View]:
     return left
 
 
-def _is_open(sock: trio.socket.SocketType) -> bool:
-    if sock.fileno() < 0:
-        return False
-    view = socket.socket(fileno=sock.fileno())  # trio's socket has no call that does not wait
-    try:
-        return view.recv(1, socket.MSG_PEEK) != b""
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        view.detach()
+def _tune(sock: socket.socket) -> None:
+    """No delay for small frames, and the kernel's keepalive: a silent peer is lost after some 30 s."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        for option, value in ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _is_large(frame: Frame) -> bool:
@@ -308,8 +284,36 @@ def _is_large(frame: Frame) -> bool:
     return isinstance(message, Window) and message.rows is not None and message.rows.nbytes > THREAD_FROM
 
 
-def _reason(error: BaseException) -> str:
-    cause = error.__cause__
-    if isinstance(cause, (OSError, ssl.SSLError)):
-        return str(cause)
-    return str(error) or type(error).__name__
+def tcp(stream: trio.SocketStream, peer: str) -> SocketConnection:
+    """Takes over the stream's socket."""
+    return SocketConnection(_detach(stream), peer)
+
+
+async def tls(
+    stream: trio.SocketStream, peer: str, context: ssl.SSLContext, *, host: str | None = None
+) -> SocketConnection:
+    """Takes over the stream's socket and makes it TLS: as the caller of `host`, or as the answerer if None.
+
+    Raises `StageLostError` if the handshake fails.
+    """
+    sock = context.wrap_socket(
+        _detach(stream),
+        server_side=host is None,
+        server_hostname=host,
+        do_handshake_on_connect=False,
+        suppress_ragged_eofs=True,  # the END frame, not TLS, tells an orderly end
+    )
+    connection = SocketConnection(sock, peer)
+    try:
+        await connection.secure()
+    except BaseException:
+        with trio.CancelScope(shield=True):
+            await connection.aclose()
+        raise
+    return connection
+
+
+def _detach(stream: trio.SocketStream) -> socket.socket:
+    sock = socket.socket(fileno=stream.socket.detach())
+    sock.setblocking(False)
+    return sock

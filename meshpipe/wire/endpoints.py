@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -19,7 +18,7 @@ from attrs import define, evolve, field, frozen
 from meshpipe.errors import MeshpipeError, ProtocolError, StageLostError, UsageError
 from meshpipe.messages import Hello, StageDescriptor, Welcome
 
-from .connections import StreamConnection, TcpConnection, TlsConnection
+from .connections import SocketConnection, tcp, tls
 from .handshake import greet, receive_hello, refuse, welcome
 from .security import OPEN, Security, check_listen
 
@@ -57,12 +56,12 @@ class Address:
 
 async def connect(
     address: Address, hello: Hello, security: Security = OPEN, deadline: float = WARM_UP
-) -> tuple[StreamConnection, Welcome]:
+) -> tuple[SocketConnection, Welcome]:
     """One connection, greeted, within `deadline` seconds (`WARM_UP` or `STEADY`).
 
     Raises `StageLostError` if nobody answers there, `HandshakeError` if the answerer refuses.
     """
-    connection: StreamConnection | None = None
+    connection: SocketConnection | None = None
     try:
         with trio.fail_after(deadline):
             connection = await _reach(address, security)
@@ -70,7 +69,7 @@ async def connect(
     except trio.TooSlowError:
         await _close(connection)
         raise StageLostError(f"{address} did not answer within {deadline:g} s") from None
-    except (OSError, ssl.SSLError, trio.BrokenResourceError) as error:
+    except OSError as error:
         await _close(connection)
         raise StageLostError(f"cannot reach {address}: {error.__cause__ or error}") from None
     except BaseException:
@@ -80,7 +79,7 @@ async def connect(
 
 async def connect_link(
     address: Address, hello: Hello, security: Security = OPEN, deadline: float = WARM_UP
-) -> tuple[StreamConnection, StreamConnection, Welcome]:
+) -> tuple[SocketConnection, SocketConnection, Welcome]:
     """The data and the control connection of a link, and the Welcome, within `deadline` seconds."""
     hello = evolve(hello, link=secrets.token_bytes(16))
     end = trio.current_time() + deadline
@@ -95,22 +94,14 @@ async def connect_link(
     return data, control, answer
 
 
-async def _reach(address: Address, security: Security) -> StreamConnection:
+async def _reach(address: Address, security: Security) -> SocketConnection:
     stream = await trio.open_tcp_stream(address.host, address.port)
     if security.client is None:
-        return TcpConnection(stream, str(address))
-    try:
-        secure = trio.SSLStream(
-            stream, security.client, server_hostname=address.host, https_compatible=True
-        )  # the END frame, not TLS, tells an orderly end
-        await secure.do_handshake()
-    except BaseException:
-        await trio.aclose_forcefully(stream)
-        raise
-    return TlsConnection(secure, str(address))
+        return tcp(stream, str(address))
+    return await tls(stream, str(address), security.client, host=address.host)
 
 
-async def _close(connection: StreamConnection | None) -> None:
+async def _close(connection: SocketConnection | None) -> None:
     if connection is not None:
         with trio.CancelScope(shield=True):
             await connection.aclose()
@@ -123,7 +114,7 @@ async def _close(connection: StreamConnection | None) -> None:
 class _Control:
     """A control connection whose data connection is to come; its task stays until the link is over."""
 
-    connection: StreamConnection
+    connection: SocketConnection
     taken: trio.Event = field(factory=trio.Event)
     over: trio.Event = field(factory=trio.Event)
 
@@ -133,8 +124,8 @@ class Call:
     """Somebody who has called and waits for `accept`. `control` is None on a return stream."""
 
     hello: Hello
-    data: StreamConnection
-    control: StreamConnection | None
+    data: SocketConnection
+    control: SocketConnection | None
     over: trio.Event = field(factory=trio.Event)
     answered: bool = field(default=False, init=False)
 
@@ -214,7 +205,7 @@ async def _answer(
     waiting: dict[bytes, _Control],
 ) -> Call | _Control | None:
     """The handshake up to the Hello, and the pairing of a link's connections; None if it came to nothing."""
-    connection: StreamConnection | None = None
+    connection: SocketConnection | None = None
     try:
         with trio.fail_after(deadline):
             connection = await _accept(stream, security)
@@ -239,35 +230,34 @@ async def _answer(
                 if not control.taken.is_set():
                     del waiting[hello.link]
             return control
-    except (MeshpipeError, trio.TooSlowError, trio.BrokenResourceError, OSError) as error:
+    except (MeshpipeError, trio.TooSlowError, OSError) as error:
         reason = f"no handshake within {deadline:g} s" if isinstance(error, trio.TooSlowError) else error
         log.warning("turned a caller away: %s", reason)
     except BaseException:
         await _close(connection)
-        await trio.aclose_forcefully(stream)
         raise
     await _close(connection)
-    await trio.aclose_forcefully(stream)
     return None
 
 
-async def _accept(stream: trio.SocketStream, security: Security) -> StreamConnection:
+async def _accept(stream: trio.SocketStream, security: Security) -> SocketConnection:
     host, port, *_ = stream.socket.getpeername()
     peer = str(Address(host, port))
     if security.server is None:
-        return TcpConnection(stream, peer)
-    secure = trio.SSLStream(stream, security.server, server_side=True, https_compatible=True)
-    await secure.do_handshake()
-    return TlsConnection(secure, peer)
+        return tcp(stream, peer)
+    return await tls(stream, peer, security.server)
 
 
 async def _handle(call: Call, handler: Callable[[Call], Awaitable[None]]) -> None:
     try:
         await handler(call)
-    except MeshpipeError as error:
-        log.warning("%s: %s", call.data.peer, error)
+    except Exception as error:
+        expected = _expected(error)
+        if expected is None:
+            raise
+        log.warning("%s: %s", call.data.peer, expected)
         if not call.answered:
-            await _tell(call, str(error))
+            await _tell(call, str(expected))
     else:
         if not call.answered:
             raise RuntimeError(f"the handler of {call.data.peer} returned without an answer")
@@ -275,6 +265,14 @@ async def _handle(call: Call, handler: Callable[[Call], Awaitable[None]]) -> Non
         call.over.set()
         await _close(call.data)
         await _close(call.control)
+
+
+def _expected(error: BaseException) -> MeshpipeError | None:
+    """The error, or the first of a nursery's group, if nothing but `MeshpipeError`s went wrong."""
+    if isinstance(error, MeshpipeError):
+        return error
+    within = [_expected(one) for one in getattr(error, "exceptions", ())]
+    return within[0] if within and None not in within else None
 
 
 async def _tell(call: Call, reason: str) -> None:

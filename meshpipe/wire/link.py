@@ -269,6 +269,9 @@ class Link:
             elif ask is not None:
                 ask.answer(message)
         elif isinstance(message, Ping):
+            await (
+                trio.lowlevel.checkpoint()
+            )  # as delivering is: a flood of Pings must not keep the event loop
             self._answer(Pong(message.nonce, message.sent, trio.current_time()))
         elif isinstance(message, Pong):
             self._round_trips.append(trio.current_time() - message.sent)
