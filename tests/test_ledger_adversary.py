@@ -113,6 +113,7 @@ class World:
         self.wire: list[Reply] = []  # replies on their way
         self.answered: set[int] = set()  # windows whose genuine reply arrived
         self.sources: dict[int, str] = {}  # by position
+        self.confirmed = cached  # every stage's cache holds the committed tokens up to there
         self.reach = 0
         self.late = self.duplicates = self.stale = self.stale_tokens = self.sent_tokens = 0
 
@@ -179,6 +180,11 @@ class World:
             tally.dispatched for tally in counters.distances.values()
         )
 
+    def fork(self) -> World:
+        """A copy that shares only what never changes."""
+        constant = (self.text, self.target, self.limits, *self.sent.values(), *self.wire)
+        return copy.deepcopy(self, {id(value): value for value in constant})
+
     # What can happen.
 
     def dispatch(self, width: int) -> bool:
@@ -200,6 +206,8 @@ class World:
             assert before < credits
             assert window.wanted == window.width == min(width, horizon - start)
             assert window.stop < self.end_bound
+        if all(other.epoch < window.epoch for other in self.sent.values()):
+            assert window.start == self.confirmed
         self.sent_tokens += window.width
         self.sent[window.number] = self.open[window.number] = window
         self.stages[0].queue.append((window, list(window.tokens)))
@@ -301,6 +309,7 @@ class World:
                 assert commit is commits[-1]
             assert commit.epoch == epoch
         if commits:
+            self.confirmed = ledger.frontier - 1
             assert commits[-1].finished == ledger.finished
         assert (ledger.epoch, ledger.frontier) == (epoch, position)
         return position - frontier
@@ -565,7 +574,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(lose=st.booleans())
     def look_ahead(self, lose: bool) -> None:
         """On a copy of the world: is there a way on? Also if all that is on the wire is lost?"""
-        world = copy.deepcopy(self.world)
+        world = self.world.fork()
         if lose:
             world.wire.clear()
         if world.ledger.finished is None:
@@ -595,9 +604,10 @@ def attack(examples: int, steps: int, *, derandomize: bool) -> None:
 
 
 def test_adversary() -> None:
-    attack(150, 20, derandomize=True)
+    attack(120, 20, derandomize=True)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # about a minute of computing, on machines that may be busy
 def test_adversary_at_length() -> None:
-    attack(2000, 25, derandomize=False)
+    attack(2000, 15, derandomize=False)
