@@ -216,8 +216,8 @@ def _weights(
     """Random weights: norms about 1, factors of RoPE above 0, everything else about 0."""
     count = math.prod(shape)
     if kind == 0 and (len(shape) == 1 or "norm" in name):
-        centre = 1.0 if re.search(r"norm|factors|freqs|scale", name) else 0.0
-        return (centre + rng.uniform(-0.25, 0.25, count)).astype(np.float32).tobytes()
+        centre, reach = (1.0, 0.25) if re.search(r"norm|factors|freqs|scale", name) else (0.0, 0.05)
+        return (centre + rng.uniform(-reach, reach, count)).astype(np.float32).tobytes()
     if kind not in pools:
         pools[kind] = _quantized(rng.standard_normal(_POOL).astype(np.float32) * np.float32(_DEVIATION), kind)
     _, elements, size = gguf.TENSOR_TYPES[kind]
