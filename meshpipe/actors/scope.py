@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
 import trio
 
 if sys.version_info < (3, 11):
-    from exceptiongroup import BaseExceptionGroup
+    from exceptiongroup import BaseExceptionGroup  # which trio depends on there
 
 
 @asynccontextmanager
@@ -35,6 +35,16 @@ async def owned_nursery() -> AsyncIterator[trio.Nursery]:
         raise
     if raised is not None:
         raise raised
+
+
+async def run_all(functions: Iterable[Callable[[], Awaitable[object]]]) -> None:
+    """Runs the functions at the same time; the first error cancels the others and is raised bare."""
+    try:
+        async with trio.open_nursery() as nursery:
+            for function in functions:
+                nursery.start_soon(function)
+    except BaseExceptionGroup as group:
+        raise _only(group) from None
 
 
 def _only(error: BaseException) -> BaseException:

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import trio
-from attrs import define, field, frozen
+from attrs import define, frozen
 
 from meshpipe.actors import supervise
 from meshpipe.actors.scope import owned_nursery
 from meshpipe.errors import ActorGoneError, HandshakeError, MeshpipeError, StageLostError
-from meshpipe.messages import Hello, OpenReturn, SessionFailed
+from meshpipe.messages import Hello, OpenReturn, SessionFailed, StageDescriptor
 from meshpipe.pipeline.runner import Runner
 from meshpipe.pipeline.stage import Inlet, Route, RouteLost, Sender, Stage, stage_mailbox
 from meshpipe.wire.conditions import Conditions
@@ -72,27 +73,29 @@ class _RouteInlet:
         return self.stage.try_send(message)
 
 
-@define(eq=False)
 class StageHost:
-    """Serves one stage on `listeners` until cancelled.
+    """Serves one stage until cancelled.
 
     `conditions` are suffered by what this stage sends to other hosts (for experiments on one machine);
     `conditions_upward` by what it sends up its link.
     """
 
-    runner: Runner
-    security: Security = OPEN
-    conditions: Conditions | None = None
-    conditions_upward: Conditions | None = None
-    index: int = 0
-    draining: bool = False
-    stage: Stage = field(init=False)
-    _routes: dict[str, WayBack] = field(factory=dict)
-    _nursery: trio.Nursery | None = None
-
-    def __attrs_post_init__(self) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        security: Security = OPEN,
+        *,
+        conditions: Conditions | None = None,
+        conditions_upward: Conditions | None = None,
+    ) -> None:
+        self.runner = runner
+        self.security = security
+        self.conditions = conditions
+        self.conditions_upward = conditions_upward
+        self.draining = False
         self._mailbox = stage_mailbox()
-        self.stage = Stage(self._mailbox, self.index, self.runner)
+        self.stage = Stage(self._mailbox, 0, runner)
+        self._routes: dict[str, WayBack] = {}
 
     @property
     def routes(self) -> int:
@@ -107,7 +110,6 @@ class StageHost:
     ) -> None:
         """Answers callers; a caller's fault ends that caller's route and nothing else."""
         async with owned_nursery() as nursery:
-            self._nursery = nursery
             nursery.start_soon(supervise, self._mailbox, lambda _: self.stage)
             await nursery.start(serve, listeners, self._answer, self.security)
             task_status.started()
@@ -116,8 +118,7 @@ class StageHost:
     async def drain(self) -> None:
         """Admits no further route, and returns when the sessions that are open have ended."""
         self.draining = True
-        while self.stage.lanes_busy:
-            await trio.sleep(0.05)
+        await self.stage.wait_idle()
 
     async def _answer(self, call: Call) -> None:
         if self.draining:
@@ -149,7 +150,7 @@ class StageHost:
         up: Link
         async with owned_nursery() as nursery:
             down: Link | None = None
-            later = ()
+            later: tuple[StageDescriptor, ...] = ()
             if not is_last:
                 data, control, answer = await connect_link(
                     Address.parse(hello.route[0]), self._next_hello(hello), self.security
@@ -209,10 +210,8 @@ class StageHost:
             await down.run()
         except MeshpipeError as error:
             reason = str(error)
-        try:
+        with suppress(ActorGoneError):
             await up.ref.send(SessionFailed(None, stage + 1, reason))
-        except ActorGoneError:
-            pass
         up.close()
 
     # ---------------------------------------------------------------- return streams

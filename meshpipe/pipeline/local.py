@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,14 @@ async def open_local(
     """
     with ExitStack() as opened:
         runners: list[LlamaRunner] = []
-        first_slice: Path | None = None
-        for start, stop in zip(boundaries, boundaries[1:], strict=False):
+        slices: list[Path] = []
+        for start, stop in pairwise(boundaries):
             path = await trio.to_thread.run_sync(slice_model, model, start, stop)
-            first_slice = first_slice or path
+            slices.append(path)
             loaded = await trio.to_thread.run_sync(partial(StageEngine, path, probe=True, **engine))
             opened.callback(loaded.close)
             runners.append(LlamaRunner(loaded))
-        vocabulary = await trio.to_thread.run_sync(Vocabulary, first_slice)
+        vocabulary = await trio.to_thread.run_sync(Vocabulary, slices[0])
         opened.callback(vocabulary.close)
         async with owned_nursery() as nursery:
             sink = ReturnSink()

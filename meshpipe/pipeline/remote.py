@@ -10,13 +10,14 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import trio
 from attrs import define, field
 
-from meshpipe.actors.scope import owned_nursery
+from meshpipe.actors.scope import owned_nursery, run_all
 from meshpipe.errors import HandshakeError, MeshpipeError, StageLostError, UsageError
 from meshpipe.llama.slicing import slice_model
 from meshpipe.llama.vocabulary import Vocabulary
@@ -246,7 +247,7 @@ async def open_spawned(
     `delay` is suffered on every link between neighbouring stages, in both directions, and on the return.
     `stage_arguments` are further arguments of `meshpipe stage`.
     """
-    ranges = list(zip(boundaries, boundaries[1:], strict=False))
+    ranges = list(pairwise(boundaries))
     for start, stop in ranges:  # one after the other: they read the same disk
         await trio.to_thread.run_sync(slice_model, model, start, stop)
     vocabulary_file = await trio.to_thread.run_sync(slice_model, model, *ranges[0])
@@ -275,11 +276,9 @@ async def open_spawned(
             places[index] = StagePlace(ready["address"], (start, stop))
 
         try:
-            async with trio.open_nursery() as starting:
-                for index in range(len(ranges)):
-                    starting.start_soon(start_child, index)
+            await run_all(partial(start_child, index) for index in range(len(ranges)))
             async with open_remote(
-                Topology(places, activation=activation),
+                Topology(tuple(places), activation=activation),
                 vocabulary_file,
                 lanes=lanes,
                 context=context,

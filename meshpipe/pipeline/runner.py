@@ -6,6 +6,7 @@ A runner takes the windows of one decode as jobs. The same stage actor drives ei
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -180,10 +181,10 @@ class SimulatedRunner:
             assert window.start <= self._lengths[job.lane]
             self._lengths[job.lane] = window.stop
             if self._is_last:
-                tokens, start = job.tokens, window.start
-                results.append(
-                    matching_picks(window, lambda i, t=tokens, s=start: self._target(t[: s + i + 1]))
-                )
+                results.append(matching_picks(window, partial(self._pick, job)))
             else:
                 results.append(np.zeros((window.width, self.descriptor.n_embd), np.float32))
         return results
+
+    def _pick(self, job: Job, index: int) -> int:
+        return self._target(job.tokens[: job.window.start + index + 1])

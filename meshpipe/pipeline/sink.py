@@ -41,7 +41,8 @@ class ReturnSink:
     def try_send(self, message: object) -> bool:
         """See `Sender.try_send`."""
         try:
-            return all([ref.try_send(message) for ref in self._claimants(message)])  # type: ignore[arg-type]
+            sent = [ref.try_send(message) for ref in self._claimants(message)]  # type: ignore[arg-type]
+            return all(sent)
         except ActorGoneError:
             self.unclaimed += 1
             return True

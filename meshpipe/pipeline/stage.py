@@ -193,11 +193,17 @@ class Stage(Actor[StageMessage]):
         self._ready: deque[_Queued] = deque()
         self._running: list[_Queued] = []
         self._last_was_prefill = False
+        self._closed_one = trio.lowlevel.ParkingLot()
 
     @property
     def lanes_busy(self) -> int:
         """Number of open sessions."""
         return len(self._sessions)
+
+    async def wait_idle(self) -> None:
+        """Returns when no session is open."""
+        while self._sessions:
+            await self._closed_one.park()
 
     async def run(self) -> None:
         """Runs until the mailbox is closed and empty."""
@@ -309,6 +315,7 @@ class Stage(Actor[StageMessage]):
         del self._lanes[session.lane]
         session.stale_below = _NEVER
         self._runner.close(session.lane)
+        self._closed_one.unpark_all()
 
     # ---------------------------------------------------------------- what runs
 
@@ -418,6 +425,7 @@ class Stage(Actor[StageMessage]):
             timings = (*window.timings, timing)
             if not self._is_last:
                 assert session.route.downstream is not None
+                assert not isinstance(result, tuple)
                 onward = evolve(window, rows=result, timings=timings)
                 await self._send(session.route.downstream, onward)
             elif window.wanted:

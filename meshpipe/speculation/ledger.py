@@ -79,7 +79,7 @@ class Limits:
 
     max_tokens: int
     context: int
-    end_tokens: frozenset[int] = field(default=frozenset(), converter=frozenset)
+    end_tokens: frozenset[int] = frozenset()
     stop_sequences: tuple[tuple[int, ...], ...] = field(default=(), converter=_stop_sequences)
     prefill_width: int = 512
     max_optimistic: int = 1024

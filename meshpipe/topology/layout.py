@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from attrs import field, frozen
+from attrs import frozen
 
 from meshpipe.errors import UsageError
 
@@ -45,7 +45,7 @@ class StagePlace:
 class Topology:
     """Stages in order, the model file for the vocabulary, and how activations travel."""
 
-    stages: tuple[StagePlace, ...] = field(converter=tuple)
+    stages: tuple[StagePlace, ...]
     model: str | None = None
     activation: str = "float32"
 
