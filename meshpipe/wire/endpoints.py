@@ -71,7 +71,7 @@ async def connect(
         raise StageLostError(f"{address} did not answer within {deadline:g} s") from None
     except OSError as error:
         await _close(connection)
-        raise StageLostError(f"cannot reach {address}: {error.__cause__ or error}") from None
+        raise StageLostError(f"cannot reach {address}: {_innermost(error)}") from None
     except BaseException:
         await _close(connection)
         raise
@@ -99,6 +99,13 @@ async def _reach(address: Address, security: Security) -> SocketConnection:
     if security.client is None:
         return tcp(stream, str(address))
     return await tls(stream, str(address), security.client, host=address.host)
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The operating system's own words for why an address could not be reached."""
+    while (cause := error.__cause__) is not None:
+        error = getattr(cause, "exceptions", [cause])[0]  # one for each address that the host has
+    return error
 
 
 async def _close(connection: SocketConnection | None) -> None:
