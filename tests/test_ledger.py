@@ -29,7 +29,7 @@ def make(
     max_optimistic: int = 1024,
 ) -> Ledger:
     """A ledger whose prompt needs no prefill, unless `cached` says otherwise."""
-    limits = Limits(max_tokens, context, end_tokens, stop_sequences, prefill_width, max_optimistic)
+    limits = Limits(max_tokens, context, frozenset(end_tokens), stop_sequences, prefill_width, max_optimistic)
     if cached is None:
         cached = len(prompt) + len(generated) - 1
     ledger = Ledger(SESSION, prompt, limits, cached=cached, generated=generated)
@@ -383,7 +383,9 @@ def test_a_lost_prefill_reply_is_rerouted_from_the_cached_prefix() -> None:
     assert (ledger.counters.stale_windows, ledger.counters.stale_tokens) == (2, 7)
     first, last = send(ledger), send(ledger)
     assert [(w.start, w.stop, w.wanted) for w in (first, last)] == [(3, 7, 0), (7, 10, 1)]
+    assert ledger.confirmed == 3
     assert receive(ledger, last, 10).tokens == (10,)
+    assert ledger.confirmed == 10
     assert ledger.reroute() == Discard(SESSION, 2)
     assert send(ledger).start == 10
 

@@ -50,16 +50,20 @@ class Target:
     def pick(self, row: int) -> int:
         return END if row % 97 == 0 else row % self.vocabulary
 
-    def serial(self, prompt: Sequence[int], length: int) -> list[int]:
-        """The prompt and its continuation, one position at a time, as if no token ever ended it."""
-        text, last = list(prompt), [0] * self.stages
+    def serial(self, prompt: Sequence[int], length: int) -> tuple[list[int], list[list[int]]]:
+        """The prompt and its continuation, one position at a time, as if no token ever ended it.
+
+        Also what that leaves in the cache of each stage.
+        """
+        text, caches = list(prompt), [[0] for _ in range(self.stages)]
         for position in range(length):
             row = text[position]
-            for stage in range(self.stages):
-                row = last[stage] = self.layer(stage, last[stage], row)
+            for stage, cache in enumerate(caches):
+                row = self.layer(stage, cache[-1], row)
+                cache.append(row)
             if position + 1 == len(text):
                 text.append(self.pick(row))
-        return text
+        return text, [cache[1:] for cache in caches]
 
 
 @define
@@ -98,7 +102,7 @@ class World:
         generated: Sequence[int] = (),
     ) -> None:
         self.target, self.prompt, self.limits = target, prompt, limits
-        self.text = target.serial(prompt, limits.context + 60)
+        self.text, self.caches = target.serial(prompt, limits.context + 60)
         self.end = self.find_end()
         self.ledger = Ledger(session, prompt, limits, cached=cached, generated=generated)
         self.stages = [Stage(target, index) for index in range(target.stages)]
@@ -159,6 +163,9 @@ class World:
         elif ledger.finished != "cancelled":
             assert (frontier, ledger.finished) == (stop, reason)
         assert ledger.in_flight == self.due
+        assert ledger.confirmed == self.confirmed
+        for stage, cache in zip(self.stages, self.caches, strict=True):
+            assert stage.cache[: self.confirmed] == cache[: self.confirmed]
         assert ledger.horizon == frontier + len(ledger.optimistic)
         assert len(ledger.optimistic) <= self.limits.max_optimistic
         # Windows in flight are one line of tokens with the committed ones and the suffix.
@@ -182,7 +189,7 @@ class World:
 
     def fork(self) -> World:
         """A copy that shares only what never changes."""
-        constant = (self.text, self.target, self.limits, *self.sent.values(), *self.wire)
+        constant = (self.text, self.caches, self.target, self.limits, *self.sent.values(), *self.wire)
         return copy.deepcopy(self, {id(value): value for value in constant})
 
     # What can happen.
@@ -465,7 +472,9 @@ class LedgerMachine(RuleBasedStateMachine):
         credits: int,
     ) -> None:
         context = max(context, len(prompt) + 1)
-        limits = Limits(max_tokens, context, [END] if ends else [], stops, prefill_width, max_optimistic)
+        limits = Limits(
+            max_tokens, context, frozenset([END] if ends else []), stops, prefill_width, max_optimistic
+        )
         cached = min(cached, len(prompt) - 1)
         self.world = World(Target(seed, vocabulary, stages), prompt, limits, cached=cached, junk=junk)
         self.world.ledger.credits = credits
