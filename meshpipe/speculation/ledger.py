@@ -255,11 +255,6 @@ class Ledger:
         return len(self._committed) - self._prompt_length
 
     @property
-    def confirmed(self) -> int:
-        """How many leading positions every stage's cache is known to hold (rule 6): what a lane can reuse."""
-        return self._confirmed
-
-    @property
     def optimistic(self) -> tuple[int, ...]:
         """The suffix: tokens from the frontier on that are dispatched or proposed but not committed."""
         return tuple(draft.token for draft in self._suffix)
