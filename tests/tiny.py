@@ -35,6 +35,10 @@ WINDOWS = {
 STATED_PATTERN = {"mimo2", "step35", "maple", "granite_swa", "spark2_5"}
 LATENT = {"deepseek2", "mistral4"}
 SECTIONS = {"qwen2vl", "qwen3vl", "qwen3vlmoe", "paddleocr", "hunyuan_vl"}
+FUSED_ATTENTION = {
+    "chatglm", "codeshell", "dbrx", "falcon", "gpt2", "gptneox", "jais", "mpt", "openelm", "phi2", "phi3", "qwen",
+    "starcoder",
+}  # fmt: skip
 ONE_GROUP_PER_HEAD = {"olmoe", "jais", "dots1"}
 
 
@@ -128,7 +132,7 @@ def write(
         writer.add_key_value(full, content, kind, element)
         ask[full] = ours.value(kind, content) if element is None else ours.array(element, content)
     rng = np.random.default_rng(seed)
-    for name, shape in tensor_shapes(ask).items():
+    for name, shape in _as_published(arch, tensor_shapes(ask)).items():
         # Scales belong to quantizations that bring them along.
         if name.startswith("rope_f") or name.endswith("scale") or (tied and name == "output.weight"):
             continue
@@ -147,6 +151,23 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _as_published(arch: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The tensors that a published file has: llama.cpp told of metadata alone never fuses q, k and v, and always
+    fuses the gates of experts with their upward matrices."""
+    result: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if "ffn_gate_up_exps" in name:
+            for part in ("ffn_gate_exps", "ffn_up_exps"):
+                result[name.replace("ffn_gate_up_exps", part)] = (shape[0], shape[1] // 2, *shape[2:])
+        elif arch in FUSED_ATTENTION and ".attn_q." in name:
+            parts = [shapes[name.replace("attn_q", part)] for part in ("attn_q", "attn_k", "attn_v")]
+            fused = (*shape[:-1], sum(part[-1] for part in parts))
+            result[name.replace("attn_q", "attn_qkv")] = fused
+        elif arch not in FUSED_ATTENTION or not any(part in name for part in (".attn_k.", ".attn_v.")):
+            result[name] = shape
+    return result
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

@@ -15,7 +15,7 @@ import ctypes
 import math
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +106,18 @@ def small_metadata(header: Header) -> dict[str, Value]:
             assert old.element is not None
             result[arch + key] = gguf.array(old.element, content)
 
-    def ranks(key: str, unit: int, most: int = 1 << 30) -> None:
-        """Distinct values become distinct multiples of `unit`, 0 stays 0."""
+    def relabel(key: str, size: Callable[[int], int]) -> None:
+        """Each distinct value becomes the size of its rank (0, 1, …) among them; 0 stays 0."""
         entry = every.get(arch + key)
         if entry is not None:
             old = entry.decode()
             several = old if isinstance(old, list) else [old]
-            order = {number: rank + 1 for rank, number in enumerate(sorted({n for n in several if n > 0}))}
-            new = [min(order[number] * unit, most) if number > 0 else number for number in several]
+            rank = {number: place for place, number in enumerate(_distinct(several))}
+            new = [size(rank[number]) if number > 0 else number for number in several]
             put(key, new if isinstance(old, list) else new[0])
+
+    def units(rank: int) -> int:
+        return (rank + 1) * _UNIT
 
     result["tokenizer.ggml.model"] = gguf.value(gguf.STRING, "no_vocab")
     put(".vocab_size", VOCABULARY)
@@ -123,25 +126,25 @@ def small_metadata(header: Header) -> dict[str, Value]:
     groups = header.get(".attention.head_count_kv", heads)
     first = heads[0] if isinstance(heads, list) else heads
     width = header.integer(".embedding_length")
+    small = _UNIT
     if first:
+        # Powers of two, so that every number of heads is a multiple of every number of key heads.
         size = header.integer(".attention.key_length", width // first)
-        grouped = heads != groups
-        per_row = math.lcm(size, _UNIT) // size
-        factor = per_row if per_row <= 4 else 1
-        ranks(".attention.head_count", 2 * factor if grouped else factor)
-        ranks(".attention.head_count_kv", factor)
-        small = _first(result[f"{arch}.attention.head_count"]) * size
-        put(".embedding_length", small if width == first * size else _UNIT if small != _UNIT else 2 * _UNIT)
-    else:
-        put(".embedding_length", _UNIT)
-    ranks(".feed_forward_length", _UNIT)
-    ranks(".expert_feed_forward_length", _UNIT)
-    ranks(".expert_shared_feed_forward_length", _UNIT)
-    ranks(".attention.q_lora_rank", _UNIT)
+        steps = len(_distinct(groups if isinstance(groups, list) else [groups])) if heads != groups else 0
+        widen = math.lcm(size << steps, _UNIT) // (size << steps)
+        widen = widen if widen <= 4 else 1
+        relabel(".attention.head_count", lambda rank: widen << (steps + rank))
+        relabel(".attention.head_count_kv", lambda rank: (1 if steps else widen) << rank)
+        rows = _first(result[f"{arch}.attention.head_count"]) * size
+        small = rows if width == first * size else _UNIT if rows != _UNIT else 2 * _UNIT
+    put(".embedding_length", small)
+    for key in (".feed_forward_length", ".expert_feed_forward_length", ".expert_shared_feed_forward_length"):
+        relabel(key, units)
+    relabel(".attention.q_lora_rank", units)
     experts = header.get(".expert_count", 0)
     if experts:
         put(".expert_count", min(experts, 8))
-        ranks(".expert_used_count", 2, min(experts, 4))
+        relabel(".expert_used_count", lambda rank: min(2 + rank, experts, 4))
         if header.get(".expert_group_count", 0) > 1:
             put(".expert_group_count", 2)
             put(".expert_group_used_count", 1)
@@ -151,6 +154,11 @@ def small_metadata(header: Header) -> dict[str, Value]:
     if "position_embd.weight" in header.tensors:
         put(".context_length", 512)
     return result
+
+
+def _distinct(numbers: list[int]) -> list[int]:
+    """The distinct numbers above 0, ascending."""
+    return sorted({number for number in numbers if number > 0})
 
 
 def _first(entry: Value) -> int:
@@ -174,7 +182,7 @@ def write_twin(header: Header, path: Path, seed: int = 0, tapped: int | None = N
     for tensor in header.tensors.values():
         if tensor.layer is not None and tensor.layer >= layers:
             continue
-        shape = shapes.get(tensor.name) or _fused(tensor.name, shapes)
+        shape = _shape_of(tensor.name, shapes)
         if shape is None:
             raise ModelError(
                 f"no twin of {header.path.name}: llama.cpp does not say what shape {tensor.name} has"
@@ -195,15 +203,17 @@ def write_twin(header: Header, path: Path, seed: int = 0, tapped: int | None = N
         file.truncate(length)
 
 
-def _fused(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The shape of a fused tensor that llama.cpp makes only if a file has it."""
-    if ".attn_qkv." not in name:
-        return None
-    parts = [shapes.get(name.replace("attn_qkv", part)) for part in ("attn_q", "attn_k", "attn_v")]
-    if not all(parts):
-        return None
-    known = [part for part in parts if part]
-    return (*known[0][:-1], sum(part[-1] for part in known))
+def _shape_of(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """A tensor's shape, also where llama.cpp made the parts of a fused one, or the fused one of its parts."""
+    if name in shapes:
+        return shapes[name]
+    if ".attn_qkv." in name:
+        parts = [shapes.get(name.replace("attn_qkv", part)) for part in ("attn_q", "attn_k", "attn_v")]
+        known = [part for part in parts if part]
+        return (*known[0][:-1], sum(part[-1] for part in known)) if len(known) == 3 else None
+    if fused := shapes.get(re.sub(r"\.ffn_(gate|up)_exps\.", ".ffn_gate_up_exps.", name)):
+        return (fused[0], fused[1] // 2, *fused[2:])
+    return None
 
 
 def _weights(
