@@ -21,8 +21,6 @@ from meshpipe.cli.arguments import (
 )
 from meshpipe.cli.security import add_security, security_of
 from meshpipe.errors import UsageError
-from meshpipe.llama.certify import ensure_certified
-from meshpipe.llama.inspection import plan_split
 from meshpipe.messages import Sampling
 from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.pipeline.local import open_local
@@ -144,19 +142,18 @@ def pipeline_of(options: argparse.Namespace) -> Callable[[], AbstractAsyncContex
         return lambda: open_remote(topology, options.model, security=security)
     if options.model is None:
         raise UsageError("name the model with --model, or the stages with --topology")
-    boundaries = plan_split(options.model, options.split or "1", context=options.context)
-    ensure_certified(options.model, boundaries)
+    split = options.split or "1"
     engine = engine_arguments(options)
     if not options.spawn:
         if options.delay_ms or options.activation != "float32":
             raise UsageError("--delay-ms and --activation concern links: use --spawn or --topology")
-        return lambda: open_local(options.model, boundaries, **engine)
+        return lambda: open_local(options.model, split, **engine)
     delay = parse_conditions(f"delay={options.delay_ms / 1000}") if options.delay_ms else None
     return lambda: open_spawned(
         options.model,
-        boundaries,
+        split,
         stage_arguments=engine_flags(options),
-        delay=delay,
+        conditions=delay,
         activation=options.activation,
         lanes=options.lanes,
         context=options.context,

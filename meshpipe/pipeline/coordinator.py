@@ -132,7 +132,7 @@ class Coordinator:
             CostCurve(descriptor.cost or ((1, 0.01), (2, 0.02))) for descriptor in self.descriptors
         )
         self.pipe = Pipe(curves, link)
-        self.credits = CreditScheduler(lambda: self.pipe.latency(1))
+        self.credits = CreditScheduler()
         self._around = Surroundings(first, self.pipe, self.credits, stall_deadline)
         self._nursery = nursery
         self._shared = shared

@@ -11,8 +11,6 @@ Pure arithmetic, called without awaiting: nobody else runs between the question 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from attrs import define, field
 
 from meshpipe.errors import UsageError
@@ -47,10 +45,13 @@ class Credits:
         """Seconds of work that all other sessions have in flight."""
         return self._scheduler.work - self.work
 
-    def may_borrow(self, work: float) -> bool:
-        """Whether a speculative window of `work` seconds may go now; marks the session as wanting to."""
+    def may_borrow(self, work: float, latency: float) -> bool:
+        """Whether a speculative window may go now that takes `work` seconds, and `latency` until its reply.
+
+        Marks the session as wanting to speculate.
+        """
         self.wants = True
-        return self._scheduler.has_room(self, work)
+        return self._scheduler.has_room(self, work, latency)
 
     def take(self, window: int, work: float) -> None:
         """Window number `window` is in flight: as the mandatory one if the session has none, else borrowed.
@@ -86,10 +87,9 @@ class Credits:
 
 
 class CreditScheduler:
-    """Shares a pipe. `latency()` gives the seconds of a window from dispatch to reply, as measured by now."""
+    """Shares a pipe among sessions."""
 
-    def __init__(self, latency: Callable[[], float]) -> None:
-        self._latency = latency
+    def __init__(self) -> None:
         self._sessions: list[Credits] = []
 
     def open(self) -> Credits:
@@ -113,14 +113,15 @@ class CreditScheduler:
         """Seconds of the slowest stage that are in flight, of all sessions."""
         return sum(credits.work for credits in self._sessions)
 
-    def has_room(self, asking: Credits, work: float) -> bool:
+    def has_room(self, asking: Credits, work: float, latency: float) -> bool:
         """Whether `asking` may borrow for `work` more seconds: within the pool and within its fair share.
+
+        The pool is the work that `latency` seconds have room for.
 
         A share is what the mandatory windows leave, divided by the sessions that want to speculate. One that
         has borrowed nothing may exceed its share if the pool has room.
         """
-        latency = self._latency()
-        if self.work + work > latency:
+        if self.work + work > latency * (1 + 1e-9):
             return False
         pool = latency - sum(credits.work - credits.borrowed for credits in self._sessions)
         wanting = sum(credits.wants for credits in self._sessions) or 1

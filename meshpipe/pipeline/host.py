@@ -22,7 +22,7 @@ from meshpipe.actors.scope import owned_nursery
 from meshpipe.errors import ActorGoneError, HandshakeError, MeshpipeError, StageLostError
 from meshpipe.messages import Hello, OpenReturn, SessionFailed, StageDescriptor
 from meshpipe.pipeline.runner import Runner
-from meshpipe.pipeline.stage import Inlet, Route, RouteLost, Sender, Stage, stage_mailbox
+from meshpipe.pipeline.stage import Inlet, Nothing, Route, RouteLost, Sender, Stage, stage_mailbox
 from meshpipe.wire.conditions import Conditions
 from meshpipe.wire.endpoints import STEADY, Address, Call, connect, connect_link, serve
 from meshpipe.wire.handshake import check_hello
@@ -222,7 +222,7 @@ class StageHost:
         if back is None:
             raise HandshakeError(f"pipeline {call.hello.pipeline} has no route through this stage")
         await call.accept()
-        link = Link(f"{call.hello.pipeline} return", _Nothing(), call.data, conditions=self.conditions)
+        link = Link(f"{call.hello.pipeline} return", Nothing(), call.data, conditions=self.conditions)
         await self._use(back, link)
 
     async def _reverse(self, hello: Hello, back: WayBack, address: str) -> None:
@@ -237,7 +237,7 @@ class StageHost:
         try:
             await self._use(
                 back,
-                Link(f"{hello.pipeline} return", _Nothing(), connection, conditions=self.conditions),
+                Link(f"{hello.pipeline} return", Nothing(), connection, conditions=self.conditions),
             )
         finally:
             await connection.aclose()
@@ -261,11 +261,3 @@ class _Later:
 
     async def send(self, message: object) -> None:
         await self.inlet().send(message)
-
-
-@frozen(eq=False)
-class _Nothing:
-    """The inbox of a return stream: nothing comes down it but heartbeats."""
-
-    async def send(self, message: object) -> None:
-        log.warning("%s came down a return stream; ignored", type(message).__name__)

@@ -17,37 +17,72 @@ from meshpipe.llama.engine import StageEngine
 from meshpipe.llama.slicing import slice_model
 from meshpipe.llama.vocabulary import Vocabulary
 from meshpipe.pipeline.coordinator import STALL_DEADLINE, Coordinator
+from meshpipe.pipeline.planning import Split, plan
 from meshpipe.pipeline.runner import LlamaRunner, Runner
 from meshpipe.pipeline.sink import ReturnSink
-from meshpipe.pipeline.stage import Inlet, Route, Sender, Stage, stage_mailbox
+from meshpipe.pipeline.stage import Inlet, Nothing, Route, Sender, Stage, stage_mailbox
+from meshpipe.wire.conditions import Conditions
+from meshpipe.wire.connections import memory_pair
+from meshpipe.wire.link import Link
 
 
-def join_stages(nursery: trio.Nursery, runners: Sequence[Runner], sink: Sender) -> tuple[Sender, list[Stage]]:
-    """Starts a stage actor for each runner, joined in order by memory; returns the way to the first, and them."""
-    downstream: Sender | None = None
-    stages: list[Stage] = []
-    for index, runner in reversed(list(enumerate(runners))):
-        mailbox = stage_mailbox()
-        stage = Stage(mailbox, index, runner)
-        stages.insert(0, stage)
+def join_stages(
+    nursery: trio.Nursery,
+    runners: Sequence[Runner],
+    sink: Sender,
+    conditions: Conditions | None = None,
+) -> tuple[Sender, list[Stage]]:
+    """Starts a stage actor for each runner, joined in order by memory; returns the way to the first, and them.
+
+    With `conditions`, neighbours are joined by links that suffer them, and so is the return from the last stage.
+    """
+    mailboxes = [stage_mailbox() for _ in runners]
+    stages = [
+        Stage(mailbox, index, runner)
+        for index, (mailbox, runner) in enumerate(zip(mailboxes, runners, strict=True))
+    ]
+    for mailbox, stage in zip(mailboxes, stages, strict=True):
         nursery.start_soon(supervise, mailbox, lambda _, stage=stage: stage)
-        downstream = Inlet(mailbox, Route(downstream, sink))
+    last = len(stages) - 1
+    way_back = sink
+    if conditions is not None:
+        way_back = _linked(nursery, "return", sink, Nothing(), conditions)
+    downstream: Sender | None = None
+    for index in reversed(range(len(stages))):
+        inlet = Inlet(mailboxes[index], Route(downstream, way_back if index == last else sink))
+        downstream = inlet
+        if conditions is not None and index > 0:
+            downstream = _linked(nursery, f"{index - 1}-{index}", inlet, Nothing(), conditions)
     assert downstream is not None
     return downstream, stages
+
+
+def _linked(nursery: trio.Nursery, name: str, there: Sender, here: Sender, conditions: Conditions) -> Sender:
+    """A link in memory from here to `there`; returns the end to send to."""
+    near_data, far_data = memory_pair()
+    near_control, far_control = memory_pair()
+    sending = Link(name, here, near_data, near_control, conditions=conditions, heartbeat=None)
+    receiving = Link(name, there, far_data, far_control, conditions=conditions, heartbeat=None)
+    nursery.start_soon(sending.run)
+    nursery.start_soon(receiving.run)
+    return sending.ref
 
 
 @asynccontextmanager
 async def open_local(
     model: str | Path,
-    boundaries: Sequence[int],
+    split: Split = 1,
     *,
+    conditions: Conditions | None = None,
     stall_deadline: float = STALL_DEADLINE,
     **engine: Any,
 ) -> AsyncIterator[Coordinator]:
     """Loads the stages of a split into this process; `engine` are `StageEngine`'s options.
 
-    `boundaries` are layer numbers, `[0, …, all]`. Raises what slicing and loading raise.
+    `conditions` are suffered on every link between neighbouring stages and on the return. Raises what planning,
+    slicing and loading raise.
     """
+    boundaries = await trio.to_thread.run_sync(plan, model, split, engine.get("context", 4096))
     with ExitStack() as opened:
         runners: list[LlamaRunner] = []
         slices: list[Path] = []
@@ -61,13 +96,13 @@ async def open_local(
         opened.callback(vocabulary.close)
         async with owned_nursery() as nursery:
             sink = ReturnSink()
-            first, _ = join_stages(nursery, runners, sink)
+            first, _ = join_stages(nursery, runners, sink, conditions)
             yield Coordinator(
                 nursery,
                 first,
                 sink,
                 [runner.descriptor for runner in runners],
                 vocabulary,
-                link=0.0,
+                link=(conditions.delay if conditions else 0.0) * len(runners),
                 stall_deadline=stall_deadline,
             )

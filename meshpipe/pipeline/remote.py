@@ -23,8 +23,9 @@ from meshpipe.llama.slicing import slice_model
 from meshpipe.llama.vocabulary import Vocabulary
 from meshpipe.messages import Hello, OpenReturn, StageDescriptor
 from meshpipe.pipeline.coordinator import STALL_DEADLINE, Coordinator
+from meshpipe.pipeline.planning import Split, plan
 from meshpipe.pipeline.sink import ReturnSink
-from meshpipe.topology.layout import StagePlace, Topology
+from meshpipe.topology.layout import StagePlace, Topology, read_topology
 from meshpipe.wire.conditions import Conditions
 from meshpipe.wire.endpoints import (
     STEADY,
@@ -136,7 +137,7 @@ class ReturnRoute:
 
 @asynccontextmanager
 async def open_remote(
-    topology: Topology,
+    topology: Topology | str | Path,
     vocabulary_file: str | Path | None = None,
     *,
     security: Security = OPEN,
@@ -147,11 +148,15 @@ async def open_remote(
     stall_deadline: float = STALL_DEADLINE,
     direct: bool = True,
 ) -> AsyncIterator[Coordinator]:
-    """Joins stages that are running already. `lanes` and `context` are the least that every stage must have.
+    """Joins stages that are running already; `topology` is read from a file if it is a path.
+
+    `lanes` and `context` are the least that every stage must have.
 
     Raises StageLostError for a stage that cannot be reached, HandshakeError naming what does not agree, and
     UsageError when no file with the vocabulary is known.
     """
+    if not isinstance(topology, Topology):
+        topology = read_topology(topology)
     source = vocabulary_file or topology.model
     if source is None:
         raise UsageError("no vocabulary: name the model, in the topology file or beside it")
@@ -231,10 +236,10 @@ def _check_route(places: Sequence[StagePlace], descriptors: Sequence[StageDescri
 @asynccontextmanager
 async def open_spawned(
     model: str | Path,
-    boundaries: Sequence[int],
+    split: Split = 1,
     *,
     stage_arguments: Sequence[str] = (),
-    delay: Conditions | None = None,
+    conditions: Conditions | None = None,
     activation: str = "float32",
     lanes: int = 1,
     context: int = 4096,
@@ -244,9 +249,10 @@ async def open_spawned(
 ) -> AsyncIterator[Coordinator]:
     """Starts a child process for every stage, on loopback, and joins them; ends them whatever happens.
 
-    `delay` is suffered on every link between neighbouring stages, in both directions, and on the return.
+    `conditions` are suffered on every link between neighbouring stages, both ways, and on the return.
     `stage_arguments` are further arguments of `meshpipe stage`.
     """
+    boundaries = await trio.to_thread.run_sync(plan, model, split, context)
     ranges = list(pairwise(boundaries))
     for start, stop in ranges:  # one after the other: they read the same disk
         await trio.to_thread.run_sync(slice_model, model, start, stop)
@@ -262,9 +268,9 @@ async def open_spawned(
                 "--listen", "127.0.0.1:0", "--lanes", str(lanes), "--context", str(context),
                 "--threads", str(threads), "--json", "--exit-with-parent", *stage_arguments,
             ]  # fmt: skip
-            if delay is not None:
-                command += ["--conditions", _conditions_text(delay)]
-                command += ["--conditions-upward", _conditions_text(delay)] if index else []
+            if conditions is not None:
+                command += ["--conditions", _conditions_text(conditions)]
+                command += ["--conditions-upward", _conditions_text(conditions)] if index else []
             process: trio.Process = await nursery.start(
                 partial(trio.run_process, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, check=False)
             )

@@ -16,6 +16,7 @@ from attrs import frozen
 from meshpipe.llama.engine import Aborted, Span, StageEngine
 from meshpipe.llama.sampling import Sampler
 from meshpipe.messages import Rows, Sampling, StageDescriptor, Window
+from meshpipe.speculation.policy import CostCurve
 
 __all__ = ["Aborted", "Job", "LlamaRunner", "Runner", "SimulatedRunner", "matching_picks"]
 
@@ -143,7 +144,7 @@ class LlamaRunner:
 
 
 class SimulatedRunner:
-    """An engine without a model: takes `cost(rows)` seconds of trio's clock, and says what `target` says.
+    """An engine without a model: takes the descriptor's cost in seconds of trio's clock, says what `target` says.
 
     `target(tokens)` gives the token that follows `tokens`. Keeps the rule that no window runs above its cache.
     """
@@ -151,11 +152,11 @@ class SimulatedRunner:
     def __init__(
         self,
         descriptor: StageDescriptor,
-        cost: Callable[[int], float],
         target: Callable[[Sequence[int]], int],
     ) -> None:
         self.descriptor = descriptor
-        self._cost, self._target = cost, target
+        self._cost = CostCurve(descriptor.cost)
+        self._target = target
         self._lengths = [0] * descriptor.lanes
         self._is_last = descriptor.layers[1] == descriptor.layer_count
 

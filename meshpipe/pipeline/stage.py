@@ -125,6 +125,20 @@ class Inlet:
         return Arrival(self.route, message, trio.current_time())
 
 
+@frozen
+class Nothing:
+    """The inbox of a link that carries messages one way only: nothing but heartbeats comes the other way."""
+
+    async def send(self, message: object) -> None:
+        """See `Sender.send`."""
+        log.warning("%s came up a one-way link; ignored", type(message).__name__)
+
+    def try_send(self, message: object) -> bool:
+        """See `Sender.try_send`."""
+        log.warning("%s came up a one-way link; ignored", type(message).__name__)
+        return True
+
+
 @define(eq=False)
 class _Session:
     """What a stage keeps of a session. `tokens` are by position, as the windows said them."""
