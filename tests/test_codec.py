@@ -243,7 +243,10 @@ def test_payload_and_shape_must_agree() -> None:
     assert say(["float32", 2, 4], 31) == "Window.rows: 2 x 4 float32 are 32 bytes, not the payload's 31"
     assert say(["float32", 3, 4], 48) == "Window has 2 tokens but 3 rows"
     assert say(["float32", -2, -4], 32) == "Window.rows: expected a shape, got -2 x -4"
-    assert say(["float32", 2**62, 2**62], 32).startswith("Window.rows: 4611686018427387904 x")
+    assert say(["float32", 2**30, 2**30], 32).startswith("Window.rows: 1073741824 x")
+    for encoding in ENCODINGS:  # no rows need no bytes, however wide they are
+        assert say([encoding, 0, 2**63], 0).startswith("Window.rows: expected a shape, got 0 x ")
+    assert say(["float32", True, 8], 32).startswith("Window.rows: expected [encoding, rows, columns]")
     assert say(["float64", 2, 2], 32) == "Window.rows: unknown activation type 'float64'"
     assert say(["float32", 2], 32).startswith("Window.rows: expected [encoding, rows, columns]")
     assert say(None, 4) == "Window carries no rows, yet 4 bytes of payload came with it"

@@ -162,7 +162,7 @@ def _decode_payload(tag: str, payload: np.ndarray[Any, Any], shape: tuple[str, i
     encoding, rows, columns = shape
     if encoding not in ENCODINGS:
         raise ProtocolError(f"{tag}.rows: unknown activation type {_brief(encoding)}")
-    if rows < 0 or columns < 0:
+    if not (0 <= rows < 2**31 and 0 <= columns < 2**31):
         raise ProtocolError(f"{tag}.rows: expected a shape, got {rows} x {columns}")
     expected = payload_size(encoding, rows, columns)
     if expected != payload.size:
@@ -281,7 +281,7 @@ def _decode_ints(value: Any, where: str) -> tuple[int, ...]:
 
 def _decode_shape(value: Any, where: str) -> tuple[str, int, int]:
     match value:
-        case [str() as encoding, int() as rows, int() as columns]:
+        case [str() as encoding, int() as rows, int() as columns] if type(rows) is type(columns) is int:
             return encoding, rows, columns
     raise _wrong(where, "[encoding, rows, columns]", value)
 
