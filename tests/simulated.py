@@ -30,6 +30,9 @@ class FakeVocabulary:
     def tokenize(self, text: str, **_: Any) -> tuple[int, ...]:
         return tuple(int(word) for word in text.split())
 
+    def close(self) -> None:
+        """Nothing to free."""
+
     def piece(self, token: int) -> bytes:
         return f"{token} ".encode()
 

@@ -138,7 +138,8 @@ class Coordinator:
         self._shared = shared
         self._numbers = count(secrets.randbits(40) << 20)
         self._live: set[int] = set()
-        self._closed: str | None = None
+        self._lost: str | None = None
+        sink.on_lost = self._note_lost
 
     @property
     def active(self) -> int:
@@ -161,10 +162,11 @@ class Coordinator:
 
         `prompt`: text or token ids; or `messages` for the model's chat template. `stop`: strings before which
         the output ends. `ignore_end` goes on past the model's end tokens. `reuse` lets the lane's cached prefix
-        stand. Raises UsageError or CapacityError for what cannot be asked of this pipeline.
+        stand. Raises UsageError or CapacityError for what cannot be asked of this pipeline, StageLostError if a
+        stage is gone.
         """
-        if self._closed is not None:
-            raise MeshpipeError(self._closed)
+        if self._lost is not None:
+            raise StageLostError(self._lost)
         tokens = self._tokenize(prompt, messages)
         check_sampling(sampling or Sampling())
         StopStrings(stop)
@@ -277,8 +279,10 @@ class Coordinator:
 
     def fail_all(self, stage: int, reason: str) -> None:
         """A stage or a link is gone: ends every session, and refuses new ones, with the reason."""
-        self._closed = reason
         self.sink.try_send(SessionFailed(None, stage, reason))
+
+    def _note_lost(self, stage: int, reason: str) -> None:
+        self._lost = self._lost or f"stage {stage}: {reason}"
 
     def _tokenize(
         self, prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None

@@ -57,15 +57,16 @@ class ReturnRoute:
     sink: ReturnSink
     first: Link
     security: Security
-    listen_host: str
+    listen_host: str | None
+    direct: bool = True
     kind: str = "relay"
     _streams: set[Link] = field(factory=set)  # that were proven and not lost since
 
     async def open(self, nursery: trio.Nursery, lost: Any, deadline: float = WARM_UP) -> None:
         """Opens the best route there is within `deadline` seconds a try, and keeps watch over it."""
-        if await self._direct(nursery, lost, deadline):
+        if self.direct and await self._direct(nursery, lost, deadline):
             self.kind = "direct"
-        elif await self._reverse(nursery, lost):
+        elif self.listen_host is not None and await self._reverse(nursery, self.listen_host, lost):
             self.kind = "reverse"
         else:
             self.kind = "relay"
@@ -83,10 +84,10 @@ class ReturnRoute:
         nursery.start_soon(self._carry, link, lost)
         return await self._proven(link)
 
-    async def _reverse(self, nursery: trio.Nursery, lost: Any) -> bool:
+    async def _reverse(self, nursery: trio.Nursery, host: str, lost: Any) -> bool:
         """Asks the last stage to call here."""
         try:
-            listeners = await listen(Address(self.listen_host, 0), self.security)
+            listeners = await listen(Address(host, 0), self.security)
         except UsageError as error:
             log.info("no reverse return stream: %s", error)
             return False
@@ -138,26 +139,28 @@ class ReturnRoute:
 @asynccontextmanager
 async def open_remote(
     topology: Topology | str | Path,
-    vocabulary_file: str | Path | None = None,
+    vocabulary: Vocabulary | str | Path | None = None,
     *,
     security: Security = OPEN,
     lanes: int = 1,
     context: int = 1,
     model_digest: str | None = None,
-    listen_host: str = "127.0.0.1",
+    listen_host: str | None = "127.0.0.1",
     stall_deadline: float = STALL_DEADLINE,
     direct: bool = True,
 ) -> AsyncIterator[Coordinator]:
     """Joins stages that are running already; `topology` is read from a file if it is a path.
 
-    `lanes` and `context` are the least that every stage must have.
+    `vocabulary` is a tokenizer, or the file that has it (the model, or a slice from layer 0); without it the
+    topology's `model` is that file. `lanes` and `context` are the least that every stage must have. `direct`
+    False leaves the direct return stream out; a reverse one is awaited on `listen_host` (None: not at all).
 
     Raises StageLostError for a stage that cannot be reached, HandshakeError naming what does not agree, and
     UsageError when no file with the vocabulary is known.
     """
     if not isinstance(topology, Topology):
         topology = read_topology(topology)
-    source = vocabulary_file or topology.model
+    source = vocabulary or topology.model
     if source is None:
         raise UsageError("no vocabulary: name the model, in the topology file or beside it")
     pipeline = secrets.token_hex(8)
@@ -171,7 +174,8 @@ async def open_remote(
         context=context,
         activation=topology.activation,
     )
-    vocabulary = await trio.to_thread.run_sync(Vocabulary, source)
+    if isinstance(source, (str, Path)):
+        source = await trio.to_thread.run_sync(Vocabulary, source)
     try:
         async with owned_nursery() as nursery:
             sink = ReturnSink()
@@ -186,13 +190,14 @@ async def open_remote(
                 first,
                 security,
                 listen_host,
+                direct,
             )
             coordinator = Coordinator(
                 nursery,
                 first.ref,
                 sink,
                 descriptors,
-                vocabulary,
+                source,
                 link=0.0,
                 stall_deadline=stall_deadline,
                 encoding_exact=topology.activation == "float32",
@@ -203,14 +208,13 @@ async def open_remote(
                 coordinator.reroute()
                 nursery.start_soon(back.open, nursery, return_lost, STEADY)
 
-            if direct:
-                await back.open(nursery, return_lost)
+            await back.open(nursery, return_lost)
             coordinator.return_route = lambda: back.kind
             coordinator.pipe.link = await coordinator.round_trip()
             yield coordinator
             first.close()
     finally:
-        vocabulary.close()
+        source.close()
 
 
 async def _carry_first(first: Link, coordinator: Coordinator) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from meshpipe.actors import Ref
 from meshpipe.errors import ActorGoneError
 from meshpipe.messages import Progress, Reply, SessionFailed, SessionOpened
@@ -16,6 +18,8 @@ class ReturnSink:
 
     def __init__(self) -> None:
         self.unclaimed = 0
+        self.on_lost: Callable[[int, str], None] = lambda stage, reason: None
+        """Called when a stage says that all its sessions have failed, before they hear of it."""
         self._sessions: dict[int, Ref[SessionMessage]] = {}
 
     def register(self, session: int, ref: Ref[SessionMessage]) -> None:
@@ -51,6 +55,7 @@ class ReturnSink:
         if not isinstance(message, (Reply, Progress, SessionOpened, SessionFailed)):
             raise TypeError(f"a return sink does not take {type(message).__name__}")
         if message.session is None:
+            self.on_lost(message.stage, message.reason)
             return list(self._sessions.values())
         ref = self._sessions.get(message.session)
         if ref is None:
