@@ -130,7 +130,8 @@ class _Simulation:
         self._sent: dict[int, float] = {}
 
     def after(self, delay: float, action: Callable[..., None], *arguments: object) -> None:
-        heapq.heappush(self._events, (self.now + delay, next(self._order), partial(action, *arguments)))
+        event: Callable[[], None] = partial(action, *arguments)
+        heapq.heappush(self._events, (self.now + delay, next(self._order), event))
 
     def run(self) -> Outcome:
         self.dispatch()
