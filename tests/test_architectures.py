@@ -101,7 +101,14 @@ def test_a_stated_period_is_cut_like_the_implied_one(period: int, tmp_path: Path
     assert_split_equals_whole(path, UNEVEN, whole_logits(path))
 
 
-@pytest.mark.parametrize("arch", ["mimo2", "glm4moe", "deepseek2", "step35", "hy_v3"])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        "mimo2",
+        "glm4moe",
+        *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("deepseek2", "step35", "hy_v3")),
+    ],
+)
 @pytest.mark.parametrize("mtp", [False, True])
 def test_nextn_layers_are_left_out_or_kept_in_the_last_stage(arch: str, mtp: bool, tmp_path: Path) -> None:
     path = tiny.write(tmp_path / "m.gguf", arch, tiny.metadata(arch, nextn=1))
@@ -128,6 +135,7 @@ def test_leading_dense_blocks(lead: int, tmp_path: Path) -> None:
     assert counts == {0: [0, 0, 0], 2: [1, 1, 0], 6: [1, 2, 3]}[lead]
 
 
+@pytest.mark.slow
 def test_deepseek2_lite_is_told_by_its_number_of_layers(tmp_path: Path) -> None:
     """27 layers mean no low-rank query: slices must say so, and no slice of another model may have 27."""
     keys = tiny.metadata("deepseek2", 27, attention__q_lora_rank=None, expert_gating_func=None)

@@ -188,6 +188,7 @@ def test_swapped_layers_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert certificate.cut == 6
 
 
+@pytest.mark.slow
 def test_an_abort_of_the_twin_is_a_failed_certificate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
