@@ -137,7 +137,7 @@ async def stream_link(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(link.run)
         yield link, box
-        nursery.cancel_scope.cancel()
+        link.close()
 
 
 async def measure(link: Link, box: Mailbox[Any], columns: int, count: int) -> tuple[list[float], float]:

@@ -24,6 +24,9 @@ from .frames import HANDSHAKE_LIMITS, PREFIX_SIZE, Frame, Limits, pack, parse_pr
 THREAD_FROM = 256 << 10
 """Bytes of rows from which inexact encodings are computed in a thread, off the event loop."""
 
+TURN = 256 << 10
+"""Bytes that a connection moves before it lets other tasks run."""
+
 JOIN_UP_TO = 64 << 10
 """Bytes of payload up to which TLS sends it in one piece with its header."""
 
@@ -151,11 +154,13 @@ class SocketConnection(Connection):
             buffers: list[View] = [head + payload]
         else:
             buffers = [head, payload] if payload else [head]
+        turn = 0
         try:
             while buffers:
                 count = await self._retry(_gather, self._socket, buffers)
                 self.sent_at = trio.current_time()
                 buffers = _after(buffers, count)
+                turn = await _share(turn + count)
         except OSError as error:
             raise StageLostError(f"{self.peer} is lost: {error}") from None
         self._sendable = True
@@ -215,6 +220,7 @@ class SocketConnection(Connection):
         """Fills the buffers; returns the bytes that came, fewer only at the end of the stream."""
         came = 0
         left = [view for view in views if len(view)]
+        turn = 0
         try:
             while left:
                 count = await self._retry(_scatter, self._socket, left)
@@ -223,6 +229,7 @@ class SocketConnection(Connection):
                 self.received_at = trio.current_time()
                 came += count
                 left = _after(left, count)
+                turn = await _share(turn + count)
         except OSError as error:
             raise StageLostError(f"{self.peer} is lost: {error}") from None
         return came
@@ -244,6 +251,14 @@ class SocketConnection(Connection):
                 await (trio.lowlevel.wait_writable if writing else trio.lowlevel.wait_readable)(self._socket)
             except (trio.ClosedResourceError, trio.BusyResourceError) as error:
                 raise StageLostError(f"{self.peer} is lost: {error}") from None
+
+
+async def _share(turn: int) -> int:
+    """Lets other tasks run when `turn` bytes are enough for one turn; returns what counts for the next."""
+    if turn < TURN:
+        return turn
+    await trio.lowlevel.checkpoint()
+    return 0
 
 
 def _gather(sock: socket.socket, buffers: Sequence[View]) -> int:
