@@ -3,9 +3,9 @@
     python -m tests.mutants            all faults
     python -m tests.mutants epoch      those whose name contains a word
 
-Each fault is one replaced piece of `meshpipe/speculation/ledger.py`, made in a copy of the package; then the ledger's
-fast tests run against the copy. Prints, for each fault, the test that caught it. Exits with 1 if one survives,
-and refuses to start if the unchanged copy fails or a piece to replace is not there exactly once.
+Each fault is one replaced piece of `meshpipe/speculation/ledger.py`, made in a copy; then the ledger's fast
+tests run against the copy. Prints, for each fault, the test that caught it. Exits with 1 if one survives, and
+refuses to go on if the unchanged copy fails or a piece to replace is not there exactly once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LEDGER = Path("meshpipe/speculation/ledger.py")
-TESTS = ("test_ledger.py", "test_ledger_adversary.py")
+NEEDED = (Path("meshpipe/errors.py"), Path("meshpipe/messages.py"))
+TESTS = (Path("tests/test_ledger.py"), Path("tests/test_ledger_adversary.py"))
 
 FAULTS: dict[str, tuple[str, str]] = {
     "the correction is not committed": (
@@ -150,28 +151,33 @@ FAULTS: dict[str, tuple[str, str]] = {
 
 
 CONFTEST = """
+import sys
 from pathlib import Path
-import hypothesis
 import meshpipe
 
 # The changed copy comes before any installed meshpipe.
 assert Path(meshpipe.__file__).parents[1] == Path(__file__).parent, meshpipe.__file__
-# A failure is enough; it need not be made small.
-hypothesis.settings.register_profile("mutants", phases=[hypothesis.Phase.generate])
-hypothesis.settings.load_profile("mutants")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: not run here")
+
+def pytest_collection_finish(session):
+    if hypothesis := sys.modules.get("hypothesis"):
+        # A failure is enough; it need not be made small.
+        hypothesis.settings.register_profile("mutants", phases=[hypothesis.Phase.generate])
+        hypothesis.settings.load_profile("mutants")
 """
 
 
-def run(change: tuple[str, str] | None) -> tuple[bool, str]:
-    """Runs the ledger's fast tests on a changed copy; returns whether they failed, and which one was the first."""
+def run(change: tuple[str, str] | None) -> str | None:
+    """Runs the ledger's fast tests on a changed copy; returns the name of the first that fails."""
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory)
-        shutil.copytree(ROOT / "meshpipe", copy / "meshpipe", ignore=shutil.ignore_patterns("__pycache__"))
-        for name in TESTS:
-            shutil.copy(ROOT / "tests" / name, copy)
+        (copy / LEDGER).parent.mkdir(parents=True)
+        for package in ("meshpipe", "meshpipe/speculation"):
+            (copy / package / "__init__.py").touch()
+        for path in (LEDGER, *NEEDED, *TESTS):
+            shutil.copy(ROOT / path, copy / path if path.parts[0] == "meshpipe" else copy)
         if change is not None:
             old, new = change
             source = (copy / LEDGER).read_text()
@@ -179,35 +185,37 @@ def run(change: tuple[str, str] | None) -> tuple[bool, str]:
                 raise SystemExit(f"this piece is in {LEDGER} {source.count(old)} times, not once:\n{old}")
             (copy / LEDGER).write_text(source.replace(old, new))
         (copy / "conftest.py").write_text(CONFTEST)
-        # A fault that hangs a test is caught by the timeout. No other plugin is needed, and each costs time.
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
-        command += ["-p", "pytest_timeout", "--timeout=30", *TESTS]
         environment = {
             **os.environ,
             "PYTHONPATH": directory,
             "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # none is needed but the timeout, and each costs time
         }
-        result = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=240, check=False
-        )
-        if result.returncode not in (0, 1):  # neither passed nor failed: the proof itself is broken
-            raise SystemExit(f"pytest ended with {result.returncode}:\n{result.stdout}{result.stderr}")
-        first = re.search(r"^FAILED \S+::(\w+)", result.stdout, re.MULTILINE)
-        return result.returncode == 1, first[1] if first else ""
+        # A fault that hangs a test is caught by the timeout.
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
+        command += ["-p", "pytest_timeout", "--timeout=60"]
+        for path in TESTS:
+            result = subprocess.run(
+                [*command, path.name], cwd=copy, env=environment, capture_output=True, text=True, check=False
+            )
+            if result.returncode == 1:
+                first = re.search(r"^FAILED \S+::(\w+)", result.stdout, re.MULTILINE)
+                return first[1] if first else path.name
+            if result.returncode:  # neither passed nor failed: the proof itself is broken
+                raise SystemExit(f"pytest ended with {result.returncode}:\n{result.stdout}{result.stderr}")
+        return None
 
 
 def main(word: str = "") -> int:
     """Tries every fault whose name contains `word`; returns the number of those that no test caught."""
-    failed, first = run(None)
-    if failed:
-        raise SystemExit(f"the unchanged ledger fails {first}; nothing can be shown")
+    if (broken := run(None)) is not None:
+        raise SystemExit(f"the unchanged ledger fails {broken}; nothing can be shown")
     faults = {name: change for name, change in FAULTS.items() if word in name}
     survivors = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for name, (caught, first) in zip(faults, pool.map(run, faults.values()), strict=True):
-            print(f"{'caught  ' if caught else 'SURVIVED'}  {name}" + (f"  ({first})" if caught else ""))
-            survivors += not caught
+        for name, catcher in zip(faults, pool.map(run, faults.values()), strict=True):
+            print(f"SURVIVED  {name}" if catcher is None else f"caught    {name}  ({catcher})", flush=True)
+            survivors += catcher is None
     print(f"{len(faults) - survivors} of {len(faults)} faults caught")
     return survivors
 
