@@ -17,6 +17,9 @@ LIBRARIES = Path(llama_cpp.__file__).parent / "lib"
 # ggml_log_level -> logging level, one step down: what llama.cpp calls an error, ours may handle. 5 continues a line.
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.WARNING}
 
+# What llama.cpp says of a decode that was aborted on purpose.
+_ABORTED = ("failed with error 1", "compute status: 1", "failed to decode, ret = 2", ", +inf)")
+
 
 class _Log:
     """Joins llama.cpp's partial log lines and hands whole ones to Python logging."""
@@ -31,7 +34,7 @@ class _Log:
         *lines, self.partial = (self.partial + text.decode("utf-8", "replace")).split("\n")
         for line in lines:
             if line.strip(" ."):
-                logger.log(self.level, "%s", line)
+                logger.log(logging.DEBUG if line.endswith(_ABORTED) else self.level, "%s", line)
 
 
 _log_callback = llama_cpp.llama_log_callback(_Log())

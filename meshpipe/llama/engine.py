@@ -1,16 +1,22 @@
 """One stage's llama.cpp: runs rows of any lanes through a layer range, trims lanes by position.
 
 **What exact means.** The output of a split must be the unsplit model's, bit for bit, whatever speculation and
-batching do to the grouping of rows into decodes. A row's bits may depend on the rows it shares a decode with
-(`docs/exactness.md` has the measurements), so an engine keeps every decode in one *class* in which they do not:
+batching do to the grouping of rows into decodes. A row's bits may depend on the rows it shares a decode with and
+on where its lane's cache lies (`docs/exactness.md` has the measurements), so an engine keeps every decode in one
+*class* in which they do not:
 
 - flash attention is on, extra buffer types (AMX, weight repacking) are off;
+- every lane has a cache of its own: in a shared one, cells that a trim frees are taken by other lanes, and
+  attention sums in the order of cells, so that a row's bits would come to depend on the other lanes' past;
 - at most 63 rows a decode: from 64 query rows on, ggml's CPU flash attention takes another kernel;
-- a lone row is accompanied by a scratch row where it would take a path of its own: with several threads
-  (flash attention then splits the cache among them), or where a probe at load saw other bits for one row;
+- a lone row is accompanied by a second one, which is trimmed away, where it would take a path of its own: with
+  several threads (flash attention then splits the cache among them), or where a probe at load saw other bits;
 - where the probe sees that grouping changes bits at all, rows run one by one.
 
-`exact=False` lifts the bound and the company, and is about twice as fast at prefill on a CPU.
+llama.cpp runs rows of several lanes in one graph if the lanes are neighbours (numbers without a gap) and have
+equally many rows; `share_decode` says so, and everything else gets a decode of its own.
+
+`exact=False` lifts the bounds on rows, and is about twice as fast at prefill on a CPU.
 
 An engine is not thread-safe: one job at a time. Everything here blocks; `meshpipe.pipeline` runs it in a thread.
 """
@@ -20,6 +26,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import llama_cpp
@@ -68,7 +75,7 @@ class Span:
 
 @frozen
 class DecodeClass:
-    """Which decodes an engine runs: at most `most` rows, at least `least` (1, or 2 with a scratch row)."""
+    """Which decodes an engine runs: at most `most` rows, at least `least` (1, or 2 with a spare row)."""
 
     most: int
     least: int
@@ -111,7 +118,7 @@ class StageEngine:
         self.lanes, self.context, self.threads = lanes, context, threads
         self.cost: tuple[tuple[int, float], ...] = ()
         self._model = self._context = None
-        self._lengths = [0] * (lanes + 1)  # the last one is the scratch lane
+        self._lengths = [0] * lanes
         self._abort = ctypes.c_int(0)
         self._tap: Tap | None = None
         if options.repack:
@@ -143,12 +150,12 @@ class StageEngine:
 
     def _make_context(self, options: EngineOptions) -> object:
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = self.lanes * self.context + 256
+        params.n_ctx = self.lanes * (-(-(self.context + 1) // 256) * 256)  # one more for a spare row
         params.n_batch = params.n_ubatch = self._capacity
-        params.n_seq_max = self.lanes + 1
+        params.n_seq_max = self.lanes
         params.n_threads = params.n_threads_batch = self.threads
         params.flash_attn_type = 1
-        params.kv_unified = True
+        params.kv_unified = False
         params.swa_full = True  # a sliding-window cache could not be trimmed at will
         params.no_perf = True
         options.apply_to_context(params)
@@ -175,7 +182,7 @@ class StageEngine:
         self._embd = np.zeros((most, self.n_embd), np.float32)
         self._pos = np.zeros((self._sections, most), np.int32)
         self._want = np.zeros(most, np.int8)
-        self._ids = np.arange(self.lanes + 1, dtype=np.int32)
+        self._ids = np.arange(self.lanes, dtype=np.int32)
         self._seq = np.zeros(most, np.uintp)  # a pointer into _ids per row
         self._n_seq = np.ones(most, np.int32)
         self._flat_pos = np.zeros(most * self._sections, np.int32)
@@ -234,8 +241,8 @@ class StageEngine:
             self.trim(lane, start)
         pieces: list[list[Rows]] = [[] for _ in spans]
         try:
-            for part in _cut(spans, self.decodes.most):
-                for index, rows in self._decode(spans, part):
+            for decode in _decodes(spans, self.decodes.most):
+                for index, rows in self._decode(spans, decode):
                     pieces[index].append(rows)
         except EngineError:
             for lane, start in starts.items():
@@ -296,32 +303,30 @@ class StageEngine:
                 f"not {span.rows.dtype} of {span.rows.shape}"
             )
 
-    def _decode(
-        self, spans: Sequence[Span], part: Sequence[tuple[int, int, int]]
-    ) -> Iterator[tuple[int, Rows]]:
-        """One llama_decode of span pieces (index, first row, stop row); yields each piece's result."""
+    def _decode(self, spans: Sequence[Span], decode: Sequence[_Piece]) -> Iterator[tuple[int, Rows]]:
+        """One llama_decode; yields the result of every piece."""
         count = 0
-        for index, low, high in part:
-            span, stop = spans[index], count + high - low
+        for piece in decode:
+            span, stop = spans[piece.index], count + piece.high - piece.low
             if span.rows is None:
-                self._token[count:stop] = span.tokens[low:high]
+                self._token[count:stop] = span.tokens[piece.low : piece.high]
             else:
-                self._embd[count:stop] = span.rows[low:high]
-            self._pos[:, count:stop] = np.arange(span.start + low, span.start + high)
+                self._embd[count:stop] = span.rows[piece.low : piece.high]
+            # llama.cpp gives text three equal RoPE sections, and 0 in the fourth.
+            self._pos[:3, count:stop] = np.arange(span.start + piece.low, span.start + piece.high)
             self._seq[count:stop] = self._ids.ctypes.data + 4 * span.lane
             if self.slice.is_last:
-                self._want[count:stop] = np.arange(low, high) >= span.count - span.wanted
+                self._want[count:stop] = np.arange(piece.low, piece.high) >= span.count - span.wanted
             else:
                 self._want[count:stop] = 1  # an unflagged row would be dropped inside the last layer
             count = stop
-        wanted = self._want[:count].astype(bool)  # before a scratch row joins
+        wanted = self._want[:count].astype(bool)  # before a spare row joins
         lone = count < self.decodes.least
         if lone:
-            scratch = self.lanes
             self._token[count] = 0
             self._embd[count] = 0
-            self._pos[:, count] = 0
-            self._seq[count] = self._ids.ctypes.data + 4 * scratch
+            self._pos[:3, count] = self._pos[0, count - 1] + 1
+            self._seq[count] = self._seq[count - 1]
             self._want[count] = 1
             count += 1
         elif self.slice.is_last and self.decodes.least > 1 and wanted.sum() == 1:
@@ -332,21 +337,22 @@ class StageEngine:
         if self._tap is not None:
             self._tap.expect(count)
         status = llama_cpp.llama_decode(self._context, self._batch)
-        if lone:
-            llama_cpp.llama_memory_seq_rm(self._memory, self.lanes, -1, -1)
         if status == 2:
             raise Aborted("the decode was aborted")
         if status != 0:
             hint = "no room in the cache" if status == 1 else "its log says why"
             raise EngineError(f"llama_decode failed with status {status} for {count} rows ({hint})")
-        for index, _, high in part:
-            self._lengths[spans[index].lane] = spans[index].start + high
-        yield from self._results(spans, part, count, wanted)
+        for piece in decode:
+            self._lengths[spans[piece.index].lane] = spans[piece.index].start + piece.high
+        if lone:
+            lane = spans[decode[0].index].lane
+            llama_cpp.llama_memory_seq_rm(self._memory, lane, self._lengths[lane], -1)
+        yield from self._results(spans, decode, count, wanted)
 
     def _results(
         self,
         spans: Sequence[Span],
-        part: Sequence[tuple[int, int, int]],
+        decode: Sequence[_Piece],
         count: int,
         wanted: npt.NDArray[np.bool_],
     ) -> Iterator[tuple[int, Rows]]:
@@ -358,9 +364,9 @@ class StageEngine:
                     f"{count} rows × {self.n_embd}: this architecture cannot be split here"
                 )
             at = 0
-            for index, low, high in part:
-                yield index, rows[at : at + high - low]
-                at += high - low
+            for piece in decode:
+                yield piece.index, rows[at : at + piece.high - piece.low]
+                at += piece.high - piece.low
             return
         flagged = np.flatnonzero(self._want[:count])
         if not wanted.any():
@@ -368,12 +374,12 @@ class StageEngine:
         pointer = llama_cpp.llama_get_logits(self._context)
         logits = np.ctypeslib.as_array(pointer, (len(flagged), self.n_vocab))
         at = 0
-        for index, low, high in part:
-            mine = np.flatnonzero(wanted[at : at + high - low]) + at
+        for piece in decode:
+            mine = np.flatnonzero(wanted[at : at + piece.high - piece.low]) + at
             if len(mine):
                 first = int(np.searchsorted(flagged, mine[0]))
-                yield index, logits[first : first + len(mine)].copy()
-            at += high - low
+                yield piece.index, logits[first : first + len(mine)].copy()
+            at += piece.high - piece.low
 
     # ---------------------------------------------------------------- the probe at load
 
@@ -435,19 +441,48 @@ class StageEngine:
         self.close()
 
 
-def _cut(spans: Sequence[Span], most: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Cuts the spans' rows, in order, into decodes of at most `most`: lists of (span index, low, high)."""
-    part: list[tuple[int, int, int]] = []
-    room = most
+@frozen
+class _Piece:
+    """Rows [low, high) of a span."""
+
+    index: int
+    low: int
+    high: int
+
+
+def share_decode(lanes: Sequence[int], rows: Sequence[int]) -> bool:
+    """Whether llama.cpp runs these in one graph: neighbouring lanes, in ascending order, with equally many rows."""
+    return len(set(rows)) == 1 and all(b == a + 1 for a, b in pairwise(lanes))
+
+
+def _decodes(spans: Sequence[Span], most: int) -> Iterator[list[_Piece]]:
+    """Groups the spans' rows into decodes of at most `most` rows, each of lanes that share one.
+
+    Every lane's rows are cut into turns of at most `most`; the first turn of all lanes comes before the second.
+    """
+    turns: dict[int, list[list[_Piece]]] = {}  # by lane: turns of pieces
     for index, span in enumerate(spans):
+        mine = turns.setdefault(span.lane, [[]])
         low = 0
         while low < span.count:
-            high = min(span.count, low + room)
-            part.append((index, low, high))
-            room -= high - low
-            low = high
+            room = most - sum(piece.high - piece.low for piece in mine[-1])
             if room == 0:
-                yield part
-                part, room = [], most
-    if part:
-        yield part
+                mine.append([])
+                continue
+            high = min(span.count, low + room)
+            mine[-1].append(_Piece(index, low, high))
+            low = high
+    while turns:
+        group: list[tuple[int, int]] = []  # (lane, rows)
+        decode: list[_Piece] = []
+        for lane in sorted(turns):
+            pieces = turns[lane].pop(0)
+            count = sum(piece.high - piece.low for piece in pieces)
+            joined = [*group, (lane, count)]
+            if len(joined) * count > most or not share_decode(*zip(*joined, strict=True)):
+                yield decode
+                decode, joined = [], [(lane, count)]
+            group = joined
+            decode += pieces
+        yield decode
+        turns = {lane: left for lane, left in turns.items() if left}

@@ -7,7 +7,7 @@ How a window goes through:
 - A stale window is dropped unrun. Dropping is monotonic: once an epoch is stale here, every window of it is.
   The last stage sees staleness first: when its pick differs from the next token that was dispatched, inside a
   window or against the first of the next window, the rest of that epoch is stale.
-- What may run together runs together when that is quicker in the mean (`merging`). Windows of one session stay
+- What can share a decode runs together when that is quicker in the mean (`merging`). Windows of one session stay
   in order. Verify windows go before prefill windows, but of two jobs in a row one may be prefill, so that
   neither stalls the other by more than one job.
 - An idle stage never waits for company: it runs what is there.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import trio
@@ -176,6 +176,30 @@ class _Queued:
             return False
         epoch, position, token = self.session.expected
         return (epoch, position) == (window.epoch, window.start) and token != window.tokens[0]
+
+
+def companions(queue: Sequence[_Queued]) -> list[_Queued]:
+    """The windows that could share a decode with the oldest, in the order in which to add them.
+
+    Either the windows of its session that follow it, which run as one; or the first windows of neighbouring
+    lanes that are as wide (`share_decode` of the engine): of the two neighbours at hand the one that waits longer.
+    """
+    oldest = queue[0]
+    own = [queued for queued in queue if queued.session is oldest.session]
+    if len(own) > 1:
+        return own
+    waiting: dict[int, tuple[int, _Queued]] = {}  # by lane: (place in the queue, its first window)
+    for place, queued in enumerate(queue):
+        waiting.setdefault(queued.session.lane, (place, queued))
+    family, low, high = [oldest], oldest.session.lane, oldest.session.lane
+    while True:
+        sides = [waiting[lane] for lane in (low - 1, high + 1) if lane in waiting]
+        sides = [side for side in sides if side[1].window.width == oldest.window.width]
+        if not sides:
+            return family
+        _, nearest = min(sides, key=lambda side: side[0])
+        family.append(nearest)
+        low, high = min(low, nearest.session.lane), max(high, nearest.session.lane)
 
 
 @define
@@ -351,15 +375,16 @@ class Stage(Actor[StageMessage]):
         prefilling: set[int] = set()
         for queued in self._ready:
             if queued.is_prefill:
-                prefilling.add(queued.session.number)
-            elif queued.session.number not in prefilling:
+                prefilling.add(queued.session.lane)
+            elif queued.session.lane not in prefilling:
                 verify.append(queued)
         first_prefill = next((queued for queued in self._ready if queued.is_prefill), None)
         if first_prefill is not None and (not verify or not self._last_was_prefill):
             chosen = [first_prefill]
         else:
-            rows = [queued.window.width for queued in verify]
-            chosen = verify[: merged_count(rows, self._cost, self._runner.descriptor.most_rows)]
+            family = companions(verify)
+            rows = [queued.window.width for queued in family]
+            chosen = family[: merged_count(rows, self._cost, self._runner.descriptor.most_rows)]
         self._last_was_prefill = chosen[0] is first_prefill
         picked = set(map(id, chosen))
         self._ready = deque(queued for queued in self._ready if id(queued) not in picked)
