@@ -222,6 +222,15 @@ async def test_a_data_connection_needs_its_control_connection() -> None:
         await first.aclose()
 
 
+async def test_a_control_connection_without_data_is_given_up_and_forgotten() -> None:
+    async with serving(deadline=0.2) as address:
+        for _ in range(2):
+            control, _ = await connect(address, evolve(HELLO, role="control", link=b"one"), deadline=5)
+            with trio.fail_after(2), pytest.raises(StageLostError):
+                await control.receive()
+            await control.aclose()
+
+
 async def test_what_comes_before_the_handshake_is_small() -> None:
     """No rows, no long headers: not even from a caller that says Hello properly later."""
     async with serving() as address:

@@ -389,6 +389,29 @@ async def test_a_question_fails_with_its_link() -> None:
         await far.aclose()
 
 
+async def test_questions_without_answers_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshpipe.wire.link.REMEMBERED", 2)
+    near, far = memory_pair(capacity=100)
+    link = Link("near-far", inbox().ref, near, heartbeat=None)
+    failed: list[int] = []
+
+    async def ask(number: int) -> None:
+        try:
+            await link.ref.ask(Discard(number, 1), deadline=60)
+        except AskFailedError as error:
+            assert "too many questions" in str(error)
+            failed.append(number)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(link.run)
+        for number in range(3):
+            nursery.start_soon(ask, number)
+            await far.receive()
+        await wait_all_tasks_blocked()
+        assert failed == [0]
+        nursery.cancel_scope.cancel()
+
+
 # ---- heartbeats ---------------------------------------------------------------------------------------
 
 

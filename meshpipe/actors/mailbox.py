@@ -71,7 +71,7 @@ class Mailbox(Generic[M]):
     def __init__(self, bounds: Mapping[str, int], sort: Callable[[M], str]) -> None:
         self._queues: dict[str, _Queue[M]] = {name: _Queue(bound) for name, bound in bounds.items()}
         self._sort = sort
-        self._receivers = trio.lowlevel.ParkingLot()
+        self._receivers: dict[trio.lowlevel.Task, tuple[str, ...]] = {}  # and the queues that each waits for
         self._closed: str | None = None
         self.ref: Ref[M] = Ref(self)
 
@@ -92,16 +92,30 @@ class Mailbox(Generic[M]):
             elif self._closed is not None:
                 raise trio.EndOfChannel
             else:
-                await self._receivers.park()
+                await self._arrival(names)
             waited = True
+
+    async def _arrival(self, queues: tuple[str, ...]) -> None:
+        """Returns when a message was put into one of the queues, or the mailbox was closed."""
+        task = trio.lowlevel.current_task()
+        self._receivers[task] = queues
+
+        def abort(_: object) -> trio.lowlevel.Abort:
+            self._receivers.pop(task, None)
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(abort)
 
     async def receive(self, *queues: str) -> M | Ask[M]:
         """Takes the first message of the most urgent of `queues` (all, if none is named) that has one."""
         while True:
             await self.wait(*queues)
-            for name in queues or tuple(self._queues):
-                for message in self.take(name, limit=1):
-                    return message  # another receiver may have been quicker: then wait again
+            for name in queues or self._queues:
+                box = self._queues[name]
+                if box.items:  # or another receiver was quicker: then wait again
+                    message = box.items.popleft()
+                    box.admit_senders()
+                    return message
 
     def __aiter__(self) -> Mailbox[M]:
         """`async for` gives every message until the mailbox is closed and empty."""
@@ -146,7 +160,8 @@ class Mailbox(Generic[M]):
         if self._closed is not None:
             return
         self._closed = reason
-        self._receivers.unpark_all()
+        while self._receivers:
+            trio.lowlevel.reschedule(self._receivers.popitem()[0])
         for box in self._queues.values():
             while box.senders:
                 task, _ = box.senders.popitem(last=False)
@@ -170,12 +185,14 @@ class Mailbox(Generic[M]):
         """Queues the message and says True, or says False if its queue is full. Raises `ActorGoneError`."""
         if self._closed is not None:
             raise ActorGoneError(self._closed)
-        box = self._box(message)
+        queue = self._sort(message.message if isinstance(message, Ask) else message)
+        box = self._queues[queue]
         if len(box.items) >= box.bound:
             return False
         box.items.append(message)
-        if self._receivers:
-            self._receivers.unpark_all()
+        for task in [task for task, queues in self._receivers.items() if queue in queues]:
+            del self._receivers[task]
+            trio.lowlevel.reschedule(task)
         return True
 
     async def put(self, message: M | Ask[M]) -> None:
@@ -184,7 +201,7 @@ class Mailbox(Generic[M]):
         if self.put_nowait(message):
             await trio.lowlevel.cancel_shielded_checkpoint()
             return
-        box = self._box(message)
+        box = self._queues[self._sort(message.message if isinstance(message, Ask) else message)]
         task = trio.lowlevel.current_task()
         box.senders[task] = message
 
@@ -197,9 +214,6 @@ class Mailbox(Generic[M]):
             await trio.lowlevel.wait_task_rescheduled(abort)
         finally:
             box.waited += trio.current_time() - began
-
-    def _box(self, message: M | Ask[M]) -> _Queue[M]:
-        return self._queues[self._sort(message.message if isinstance(message, Ask) else message)]
 
 
 class Ref(Generic[M]):

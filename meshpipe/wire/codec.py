@@ -36,7 +36,7 @@ from meshpipe.errors import ProtocolError, UsageError
 from meshpipe.messages import Rows
 
 Encode = Callable[[Any], Any]
-Decode = Callable[[Any, str], Any]
+Decode = Callable[[Any], Any]
 
 ENCODINGS = ("float32", "float16", "bfloat16", "int8")
 """How rows can travel. Only float32 is exact."""
@@ -146,7 +146,11 @@ def decode(header: bytes, payload: np.ndarray[Any, Any]) -> Any:
     kind = _KINDS.get(tag)
     if kind is None:
         raise ProtocolError(f"unknown message {_brief(tag)}; known are {', '.join(sorted(_KINDS))}")
-    values = _values_of(kind, fields, tag)
+    try:
+        values = _values_of(kind, fields)
+    except _WrongValue as wrong:
+        path, expected, value = ".".join([tag, *wrong.path]), wrong.expected, _brief(wrong.value)
+        raise ProtocolError(f"{path}: expected {expected}, got {value}") from None
     shape = values.get(kind.rows) if kind.rows is not None else None
     if shape is not None and kind.rows is not None:
         values[kind.rows] = _decode_payload(tag, payload, shape)
@@ -179,18 +183,31 @@ def _fields_of(kind: _Kind, message: Any) -> dict[str, Any]:
     }
 
 
-def _values_of(kind: _Kind, fields: dict[Any, Any], where: str) -> dict[str, Any]:
+def _values_of(kind: _Kind, fields: dict[Any, Any]) -> dict[str, Any]:
     """Checked and restored values of a message's fields."""
     values: dict[str, Any] = {}
     known = kind.fields
     for name, value in fields.items():
         if name not in known:
-            raise ProtocolError(f"{where} has no field {_brief(name)}; it has {', '.join(known)}")
-        values[name] = known[name][1](value, f"{where}.{name}")
-    for name in kind.required:
-        if name not in values:
-            raise ProtocolError(f"{where} lacks its field {name}")
+            raise ProtocolError(f"{kind.cls.__name__} has no field {_brief(name)}; it has {', '.join(known)}")
+        try:
+            values[name] = known[name][1](value)
+        except _WrongValue as wrong:
+            wrong.path.insert(0, name)
+            raise
+    if not kind.required <= values.keys():
+        missing = ", ".join(sorted(kind.required - values.keys()))
+        raise ProtocolError(f"{kind.cls.__name__} lacks its field {missing}")
     return values
+
+
+class _WrongValue(Exception):
+    """A value that its annotation does not allow; the fields that lead to it join the path on the way out."""
+
+    def __init__(self, expected: str, value: object) -> None:
+        self.expected = expected
+        self.value = value
+        self.path: list[str] = []
 
 
 # ---- CBOR ---------------------------------------------------------------------------------------------
@@ -254,42 +271,38 @@ def _brief(value: object) -> str:
 # ---- one codec per annotation -------------------------------------------------------------------------
 
 
-def _wrong(where: str, expected: str, value: object) -> ProtocolError:
-    return ProtocolError(f"{where}: expected {expected}, got {_brief(value)}")
-
-
-def _decode_int(value: Any, where: str) -> int:
+def _decode_int(value: Any) -> int:
     if type(value) is not int or not -(2**63) <= value < 2**63:
-        raise _wrong(where, "an integer of 64 bits", value)
+        raise _WrongValue("an integer of 64 bits", value)
     return value
 
 
-def _decode_float(value: Any, where: str) -> float:
+def _decode_float(value: Any) -> float:
     if type(value) not in (float, int) or not math.isfinite(value):
-        raise _wrong(where, "a finite number", value)
+        raise _WrongValue("a finite number", value)
     return float(value)
 
 
-def _decode_ints(value: Any, where: str) -> tuple[int, ...]:
+def _decode_ints(value: Any) -> tuple[int, ...]:
     """tuple[int, ...]: the many tokens of a prefill window are checked without a call for each."""
     if type(value) is not list or not set(map(type, value)) <= {int}:
-        raise _wrong(where, "a list of integers", value)
+        raise _WrongValue("a list of integers", value)
     if value and (min(value) < -(2**63) or max(value) >= 2**63):
-        raise _wrong(where, "integers of 64 bits", value)
+        raise _WrongValue("integers of 64 bits", value)
     return tuple(value)
 
 
-def _decode_shape(value: Any, where: str) -> tuple[str, int, int]:
+def _decode_shape(value: Any) -> tuple[str, int, int]:
     match value:
         case [str() as encoding, int() as rows, int() as columns] if type(rows) is type(columns) is int:
             return encoding, rows, columns
-    raise _wrong(where, "[encoding, rows, columns]", value)
+    raise _WrongValue("[encoding, rows, columns]", value)
 
 
 def _decode_plain(kind: type, words: str) -> Decode:
-    def decode_plain(value: Any, where: str) -> Any:
+    def decode_plain(value: Any) -> Any:
         if type(value) is not kind:
-            raise _wrong(where, words, value)
+            raise _WrongValue(words, value)
         return value
 
     return decode_plain
@@ -327,8 +340,8 @@ def _optional_codec(encode_one: Encode | None, decode_one: Decode) -> tuple[Enco
     def encode_optional(value: Any) -> Any:
         return None if value is None or encode_one is None else encode_one(value)
 
-    def decode_optional(value: Any, where: str) -> Any:
-        return None if value is None else decode_one(value, where)
+    def decode_optional(value: Any) -> Any:
+        return None if value is None else decode_one(value)
 
     return (None if encode_one is None else encode_optional), decode_optional
 
@@ -337,10 +350,10 @@ def _list_codec(encode_one: Encode | None, decode_one: Decode) -> tuple[Encode |
     def encode_list(values: Any) -> Any:
         return values if encode_one is None else [encode_one(value) for value in values]
 
-    def decode_list(value: Any, where: str) -> Any:
+    def decode_list(value: Any) -> Any:
         if type(value) is not list:
-            raise _wrong(where, "a list", value)
-        return tuple([decode_one(item, where) for item in value])
+            raise _WrongValue("a list", value)
+        return tuple([decode_one(item) for item in value])
 
     return (None if encode_one is None else encode_list), decode_list
 
@@ -354,10 +367,10 @@ def _tuple_codec(parts: list[tuple[Encode | None, Decode]]) -> tuple[Encode | No
             for value, (encoder, _) in zip(values, parts, strict=True)
         ]
 
-    def decode_tuple(value: Any, where: str) -> Any:
+    def decode_tuple(value: Any) -> Any:
         if type(value) is not list or len(value) != len(parts):
-            raise _wrong(where, f"a list of {len(parts)}", value)
-        return tuple([decoder(item, where) for item, (_, decoder) in zip(value, parts, strict=True)])
+            raise _WrongValue(f"a list of {len(parts)}", value)
+        return tuple([decoder(item) for item, (_, decoder) in zip(value, parts, strict=True)])
 
     return (None if plain else encode_tuple), decode_tuple
 
@@ -365,10 +378,10 @@ def _tuple_codec(parts: list[tuple[Encode | None, Decode]]) -> tuple[Encode | No
 def _message_codec(cls: type) -> tuple[Encode, Decode]:
     kind = _kind_of(cls)
 
-    def decode_message(value: Any, where: str) -> Any:
+    def decode_message(value: Any) -> Any:
         if type(value) is not dict:
-            raise _wrong(where, f"the fields of a {cls.__name__}", value)
-        return cls(**_values_of(kind, value, where))
+            raise _WrongValue(f"the fields of a {cls.__name__}", value)
+        return cls(**_values_of(kind, value))
 
     return (lambda message: _fields_of(kind, message)), decode_message
 
