@@ -396,11 +396,9 @@ async def test_questions_without_answers_do_not_pile_up(monkeypatch: pytest.Monk
     failed: list[int] = []
 
     async def ask(number: int) -> None:
-        try:
+        with pytest.raises(AskFailedError, match="too many questions"):
             await link.ref.ask(Discard(number, 1), deadline=60)
-        except AskFailedError as error:
-            assert "too many questions" in str(error)
-            failed.append(number)
+        failed.append(number)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(link.run)
