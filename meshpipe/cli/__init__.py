@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from meshpipe.cli import generate, models, stage
+from meshpipe.cli import demo, generate, models, stage
 from meshpipe.errors import MeshpipeError
 
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--log", default="warning", metavar="LEVEL", help="debug, info, warning (default), error"
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (generate, stage, models):
+    for module in (generate, stage, models, demo):
         module.add_commands(commands)
     options = parser.parse_args(arguments)
     level = getattr(logging, options.log.upper(), None)

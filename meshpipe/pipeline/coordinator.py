@@ -104,7 +104,8 @@ class Coordinator:
 
     `descriptors` are the stages', in order; `first` leads to the first one; what the stages say comes into
     `sink`; `link` is the seconds that links add to a round trip; `encoding_exact` says that activations travel
-    unchanged. `return_route` tells how replies come back.
+    unchanged. `return_route` tells how replies come back, `processes` the numbers of the stages' processes, in
+    order, if they were spawned.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Coordinator:
         self.context = min(descriptor.context for descriptor in descriptors)
         self.exact = encoding_exact and all(descriptor.exact for descriptor in descriptors)
         self.return_route: Callable[[], str] = lambda: "memory"
+        self.processes: tuple[int, ...] = ()
         self._width = min(descriptor.most_rows for descriptor in descriptors)
         curves = tuple(
             CostCurve(descriptor.cost or ((1, 0.01), (2, 0.02))) for descriptor in self.descriptors

@@ -262,7 +262,7 @@ async def open_spawned(
         await trio.to_thread.run_sync(slice_model, model, start, stop)
     vocabulary_file = await trio.to_thread.run_sync(slice_model, model, *ranges[0])
     async with owned_nursery() as nursery:
-        children: list[trio.Process] = []
+        children: dict[int, trio.Process] = {}  # by stage
         places: list[StagePlace] = [StagePlace("")] * len(ranges)
 
         async def start_child(index: int) -> None:
@@ -278,7 +278,7 @@ async def open_spawned(
             process: trio.Process = await nursery.start(
                 partial(trio.run_process, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, check=False)
             )
-            children.append(process)
+            children[index] = process
             with trio.move_on_after(ready_deadline) as scope:
                 ready = await _ready_line(process)
             if scope.cancelled_caught:
@@ -294,13 +294,14 @@ async def open_spawned(
                 context=context,
                 **remote,
             ) as coordinator:
+                coordinator.processes = tuple(children[index].pid for index in range(len(ranges)))
                 yield coordinator
         finally:
-            for child in children:
+            for child in children.values():
                 if child.stdin is not None:
                     await trio.aclose_forcefully(child.stdin)  # the child ends by itself
             with trio.CancelScope(shield=True), trio.move_on_after(3.0):
-                for child in children:
+                for child in children.values():
                     await child.wait()
 
 
