@@ -6,6 +6,11 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The machine that runs the tests may be busy; how long an example takes says nothing.
+settings.register_profile("meshpipe", deadline=None)
+settings.load_profile("meshpipe")
 
 
 @pytest.fixture(scope="session")
