@@ -8,7 +8,7 @@ import sys
 
 import bench
 
-SUPPORT = {"__main__", "report"}
+SUPPORT = {"__main__", "measure", "peers", "prompts", "report", "rig"}
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """What all benchmarks share: their arguments, and rows as a table, as JSON and as plots.
 
-A row is a flat dict of numbers and short strings. The JSON file is {"machine": {...}, "rows": [...]}.
+A row is a flat dict of numbers and short strings. The JSON file is {"machine": {...}, "rows": [...]}, with
+"figures" for the ratios that a benchmark is about.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ def parser(name: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """What the numbers were measured on, and how busy it is."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "system": platform.system(),
         "python": platform.python_version(),
+        "load": os.getloadavg()[0],
     }
 
 
@@ -45,19 +47,55 @@ def _cpu() -> str:
     )
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Rows as a Markdown table; columns in the order in which they first come."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    lines = [columns, ["---"] * len(columns)]
+def table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
+    """Rows as a Markdown table; without `columns`, all of them, in the order in which they first come."""
+    columns = columns or list(dict.fromkeys(column for row in rows for column in row))
+    lines = [list(columns), ["---"] * len(columns)]
     lines += [[_shown(row.get(column, "")) for column in columns] for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "**no**"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def finish(arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """Write the JSON file if one was asked for."""
+def finish(
+    arguments: argparse.Namespace,
+    rows: Sequence[Row],
+    figures: Sequence[Row] | None = None,
+    columns: Sequence[str] | None = None,
+    plot: Callable[[list[dict[str, Any]], Path], None] | None = None,
+) -> None:
+    """Write the JSON file and the plots if they were asked for; with `figures`, print them and the table."""
+    if figures is not None:
+        print(table(rows, columns))
+        if figures:
+            print("\n" + table(figures))
     if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine(), "rows": list(rows)}, indent=1) + "\n")
+        written = {"machine": machine(), "rows": list(rows)}
+        written |= {} if figures is None else {"figures": list(figures)}
+        arguments.json.write_text(json.dumps(written, indent=1) + "\n")
+    if plot is not None and arguments.plot:
+        arguments.plot.mkdir(parents=True, exist_ok=True)
+        plot([dict(row) for row in rows], arguments.plot)
+
+
+def panels(count: int) -> tuple[Any, list[Any]]:
+    """A figure of panels side by side with a common y axis, and its axes."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, count, figsize=(4.4 * count, 3.6), sharey=True, squeeze=False)
+    return figure, list(axes[0])
+
+
+def save(figure: Any, folder: Path, name: str) -> None:
+    """Writes `bench-NAME.png`."""
+    figure.tight_layout()
+    figure.savefig(folder / f"bench-{name}.png", dpi=110, metadata={"Software": None})
