@@ -187,14 +187,16 @@ def _values_of(kind: _Kind, fields: dict[Any, Any]) -> dict[str, Any]:
     """Checked and restored values of a message's fields."""
     values: dict[str, Any] = {}
     known = kind.fields
-    for name, value in fields.items():
-        if name not in known:
-            raise ProtocolError(f"{kind.cls.__name__} has no field {_brief(name)}; it has {', '.join(known)}")
-        try:
+    name = ""
+    try:
+        for name, value in fields.items():
+            if name not in known:
+                has = ", ".join(known)
+                raise ProtocolError(f"{kind.cls.__name__} has no field {_brief(name)}; it has {has}")
             values[name] = known[name][1](value)
-        except _WrongValue as wrong:
-            wrong.path.insert(0, name)
-            raise
+    except _WrongValue as wrong:
+        wrong.path.insert(0, name)
+        raise
     if not kind.required <= values.keys():
         missing = ", ".join(sorted(kind.required - values.keys()))
         raise ProtocolError(f"{kind.cls.__name__} lacks its field {missing}")
