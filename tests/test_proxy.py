@@ -126,7 +126,7 @@ def test_a_cut_wire_is_a_lost_connection() -> None:
 def test_nobody_behind_it_is_a_lost_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with behind(to=port) as connection, pytest.raises(ConnectionResetError):
+    with pytest.raises(ConnectionResetError), behind(to=port) as connection:  # perhaps before the first call
         receive(connection, 1)
 
 
