@@ -149,15 +149,17 @@ class Rig:
                 self._proxies[key] = f"{HOST}:{await child.line()}"
         return self._proxies[key]
 
-    async def pipeline(self, stages: Stages, delay_ms: float) -> Coordinator:
-        """A coordinator over these stages with `delay_ms` on every link and on the return."""
+    async def pipeline(self, stages: Stages, delay_ms: float | None) -> Coordinator:
+        """A coordinator over these stages with `delay_ms` on every link and on the return; None: no proxies."""
         places = []
         for index, (address, layers) in enumerate(
             zip(stages.addresses, pairwise(stages.boundaries), strict=True)
         ):
             last = index == len(stages.addresses) - 1
-            there = await self.proxied(address, delay_ms) if index else address
-            back = await self.proxied(address, delay_ms, "return ") if last and index else None
+            there, back = address, None
+            if index and delay_ms is not None:
+                there = await self.proxied(address, delay_ms)
+                back = await self.proxied(address, delay_ms, "return ") if last else None
             places.append(StagePlace(there, layers, return_address=back))
         opened = Pipeline.connect(
             Topology(tuple(places)),
