@@ -84,14 +84,14 @@ def finish(
         plot([dict(row) for row in rows], arguments.plot)
 
 
-def panels(count: int) -> tuple[Any, list[Any]]:
-    """A figure of panels side by side with a common y axis, and its axes."""
+def panels(count: int, shared: bool = True) -> tuple[Any, list[Any]]:
+    """A figure of panels side by side, with a common y axis if `shared`, and its axes."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, count, figsize=(4.4 * count, 3.6), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, count, figsize=(4.4 * count, 3.6), sharey=shared, squeeze=False)
     return figure, list(axes[0])
 
 

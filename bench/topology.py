@@ -1,0 +1,121 @@
+"""Where the boundaries are, on draftable text 100 ms away: how busy each stage is, and how much they overlap.
+
+Splits of the demo model: 29/1, 15/15, one balanced by the service times that the stages themselves measured at
+load (decodes of 16 rows), and three stages balanced the same way. `busy` is each stage's share of the verify
+interval (from the first verify window's decode to the last one's end); `all_computing` and `two_computing` are
+the shares of it in which all, and at least two, stages compute at once, from the times that replies carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from bench import measure, prompts, report
+from bench.measure import NGRAM, Cell, Row, Task
+from bench.rig import Rig, open_rig
+from bench.trace import busy, overlap, tracing
+from meshpipe import Coordinator
+from meshpipe.speculation.policy import CostCurve
+from meshpipe.topology.split import even_split
+
+DELAY = 100
+ROWS = 16
+COLUMNS = (
+    "contender", "split", "decode_tps", "decode_tps_low", "decode_tps_high", "busy", "all_computing", "two_computing",
+    "service_ms", "depth", "width", "stale_tokens", "exact",
+)  # fmt: skip
+
+
+def balanced(pipe: Coordinator, stages: int) -> str:
+    """The split into `stages` by what the stages of `pipe`, which splits in two, say of their decodes."""
+    first, last = pipe.descriptors
+    layers = last.layer_count
+    layer = CostCurve(first.cost)(ROWS) / first.layers[1]
+    head = max(0.0, CostCurve(last.cost)(ROWS) - layer * (layers - first.layers[1]))
+    return ",".join(map(str, even_split([layer] * layers, stages, tail=head)))
+
+
+async def traced(rig: Rig, pipe: Coordinator, task: Task) -> Row:
+    """One run, and when the stages computed."""
+    with tracing(pipe, DELAY / 1e3) as trace:
+        row = await measure.with_pipeline(rig, pipe, task, NGRAM)
+    spans = trace.spans()
+    within = (min(stage[0][0] for stage in spans), max(stage[-1][1] for stage in spans))
+    shares = [busy(stage, within) / (within[1] - within[0]) for stage in spans]
+    return row | {
+        "busy": shown(shares),
+        "all_computing": overlap(spans, within, len(spans)),
+        "two_computing": overlap(spans, within, 2),
+        "service_ms": shown([seconds * 1e3 for seconds in trace.service()]),
+        **{f"busy_{stage}": share for stage, share in enumerate(shares)},
+    }
+
+
+def shown(numbers: Sequence[float]) -> str:
+    """One number a stage."""
+    return " / ".join(f"{number:.3g}" for number in numbers)
+
+
+async def run(repetitions: int, three: bool) -> tuple[list[Row], list[Row]]:
+    """Rows and figures."""
+    async with open_rig() as rig:
+        task = prompts.draftable(rig.vocabulary)
+        even = await rig.pipeline(await rig.stages("0,15,30"), DELAY)
+        splits = {"29/1": "0,29,30", "balanced": balanced(even, 2)}
+        if three:
+            splits["three, balanced"] = balanced(even, 3)
+        pipes = {("15/15", "15/15"): even}
+        for name, split in splits.items():
+            stages = await rig.stages(split)
+            pipes[name, stages.split] = await rig.pipeline(stages, DELAY)
+        cells = [
+            Cell(
+                {
+                    "bench": "topology",
+                    "workload": task.name,
+                    "delay_ms": DELAY,
+                    "contender": name,
+                    "split": split,
+                },
+                partial(traced, rig, pipe, task),
+            )
+            for (name, split), pipe in pipes.items()
+        ]
+        found = await measure.take_turns(cells, repetitions)
+        at = next(index for index, cell in enumerate(cells) if cell.name["contender"] == "balanced")
+        reached = sorted(row["all_computing"] for row in found[at])
+        figures = [
+            measure.figure(
+                "balanced split, draftable: share of the interval with both stages computing",
+                0.70,
+                (reached[len(reached) // 2], reached[0], reached[-1]),
+            )
+        ]
+        return measure.summarize(cells, found), figures
+
+
+def plot(rows: list[dict[str, Any]], folder: Path) -> None:
+    """Speed and overlap, side by side."""
+    figure, axes = report.panels(2, shared=False)
+    names = [f"{row['contender']}\n{row['split']}" for row in rows]
+    axes[0].bar(names, [row["decode_tps"] for row in rows], color="C0")
+    axes[0].set(ylabel="tokens/s", title=f"draftable, {DELAY} ms")
+    for shift, (column, label) in enumerate((("all_computing", "all"), ("two_computing", "two or more"))):
+        places = [at + 0.4 * shift - 0.2 for at in range(len(rows))]
+        axes[1].bar(places, [row[column] for row in rows], 0.4, label=label)
+    axes[1].set_xticks(range(len(rows)), names)
+    axes[1].set(title="share of the time with stages computing", ylim=(0, 1))
+    axes[1].legend(fontsize=8)
+    report.save(figure, folder, "topology")
+
+
+def main(arguments: list[str]) -> None:
+    """The command line."""
+    options = report.parser("topology", __doc__).parse_args(arguments)
+    rows, figures = trio.run(run, *((1, False) if options.quick else (3, True)))
+    report.finish(options, rows, figures, COLUMNS, plot)
