@@ -147,7 +147,10 @@ def cell_order(model: Path) -> Iterator[report.Row]:
 
 
 def weights(model: Path, quick: bool) -> Iterator[report.Row]:
-    """Kernels differ by type: alone and in groups, and the class that the engine's probe chooses."""
+    """Kernels differ by type: alone and in groups, and the class that the engine's probe chooses.
+
+    The reference is 63 rows a decode here.
+    """
     tokens = language(64 + COUNT)
     with tempfile.TemporaryDirectory() as directory:
         for name in ("F16", "Q8_0") if quick else TYPES:
@@ -292,18 +295,20 @@ def main(argv: list[str]) -> None:
     """Measures, and prints a table for every question."""
     parser = report.parser("exactness", __doc__)
     parser.add_argument("--model", type=Path, help="GGUF file (default: the demo's)")
+    parser.add_argument("--part", choices=("grouping", "cells", "weights", "cost", "encodings"))
     arguments = parser.parse_args(argv)
     model, quick = arguments.model or demo_model(), arguments.quick
     parts = {
-        "Grouping": lambda: grouping(model, quick),
-        "Order of cells": lambda: cell_order(model),
-        f"Types of weights ({LAYERS} layers, reference: 63 rows a decode)": lambda: weights(model, quick),
-        "Cost": lambda: cost(model, 1 if quick else 3),
-        "Encodings of activations (two stages, 0:15 and 15:30)": lambda: encodings(model, quick),
+        "grouping": lambda: grouping(model, quick),
+        "cells": lambda: cell_order(model),
+        "weights": lambda: weights(model, quick),
+        "cost": lambda: cost(model, 1 if quick else 3),
+        "encodings": lambda: encodings(model, quick),
     }
     rows: list[report.Row] = []
-    for title, measure in parts.items():
-        found = list(measure())
-        print(f"\n### {title}\n\n{report.table(found)}", flush=True)
-        rows += [{"bench": "exactness", "part": title, **row} for row in found]
+    for name, measure in parts.items():
+        if arguments.part in (None, name):
+            found = list(measure())
+            print(f"\n### {name}\n\n{report.table(found)}", flush=True)
+            rows += [{"bench": "exactness", "part": name, **row} for row in found]
     report.finish(arguments, rows)
