@@ -9,32 +9,41 @@
 Everything here runs on trio.
 """
 
-from meshpipe.errors import MeshpipeError
-from meshpipe.messages import Sampling
-from meshpipe.pipeline.coordinator import Completion, Coordinator, Generation
-from meshpipe.pipeline.local import open_local
-from meshpipe.pipeline.remote import open_remote, open_spawned
-from meshpipe.pipeline.report import Report
-from meshpipe.pipeline.session import Piece
-from meshpipe.speculation.ngram import NgramConfig
-from meshpipe.speculation.settings import Speculation
-from meshpipe.topology.layout import StagePlace, Topology
-from meshpipe.wire.conditions import Conditions
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshpipe.errors import MeshpipeError
+    from meshpipe.messages import Sampling
+    from meshpipe.pipeline.api import Pipeline
+    from meshpipe.pipeline.coordinator import Completion, Coordinator, Generation
+    from meshpipe.pipeline.report import Report
+    from meshpipe.pipeline.session import Piece
+    from meshpipe.speculation.ngram import NgramConfig
+    from meshpipe.speculation.settings import Speculation
+    from meshpipe.topology.layout import StagePlace, Topology
+    from meshpipe.wire.conditions import Conditions
 
 __version__ = "0.1.0"
 
-
-class Pipeline:
-    """Three ways to a `Coordinator`, each an async context manager.
-
-    `local`: all stages in this process. `spawn`: a child process for each stage. `connect`: stages that are
-    running already.
-    """
-
-    local = staticmethod(open_local)
-    spawn = staticmethod(open_spawned)
-    connect = staticmethod(open_remote)
-
+# Where each name lives. Looked up on first use, so that what needs no engine does not load one.
+_HOMES = {
+    "Completion": "pipeline.coordinator",
+    "Conditions": "wire.conditions",
+    "Coordinator": "pipeline.coordinator",
+    "Generation": "pipeline.coordinator",
+    "MeshpipeError": "errors",
+    "NgramConfig": "speculation.ngram",
+    "Piece": "pipeline.session",
+    "Pipeline": "pipeline.api",
+    "Report": "pipeline.report",
+    "Sampling": "messages",
+    "Speculation": "speculation.settings",
+    "StagePlace": "topology.layout",
+    "Topology": "topology.layout",
+}
 
 __all__ = [
     "Completion",
@@ -52,3 +61,9 @@ __all__ = [
     "Topology",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

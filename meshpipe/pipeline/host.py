@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import trio
@@ -20,9 +20,18 @@ from attrs import define, frozen
 from meshpipe.actors import supervise
 from meshpipe.actors.scope import owned_nursery
 from meshpipe.errors import ActorGoneError, HandshakeError, MeshpipeError, StageLostError
-from meshpipe.messages import Hello, OpenReturn, SessionFailed, StageDescriptor
+from meshpipe.messages import (
+    CloseSession,
+    Discard,
+    Hello,
+    OpenReturn,
+    OpenSession,
+    SessionFailed,
+    StageDescriptor,
+    Window,
+)
 from meshpipe.pipeline.runner import Runner
-from meshpipe.pipeline.stage import Inlet, Nothing, Route, RouteLost, Sender, Stage, stage_mailbox
+from meshpipe.pipeline.stage import UPWARD, Inlet, Nothing, Route, RouteLost, Sender, Stage, stage_mailbox
 from meshpipe.wire.conditions import Conditions
 from meshpipe.wire.endpoints import STEADY, Address, Call, connect, connect_link, serve
 from meshpipe.wire.handshake import check_hello
@@ -146,27 +155,28 @@ class StageHost:
                 f"starts there"
             )
         self.stage.index = hello.stage
+        down: Link | None = None
+        later: tuple[StageDescriptor, ...] = ()
         name = f"{hello.pipeline}/{hello.stage}"
-        up: Link
-        async with owned_nursery() as nursery:
-            down: Link | None = None
-            later: tuple[StageDescriptor, ...] = ()
-            if not is_last:
-                data, control, answer = await connect_link(
-                    Address.parse(hello.route[0]), self._next_hello(hello), self.security
-                )
-                later = answer.descriptors
+        async with AsyncExitStack() as connections, owned_nursery() as nursery:
             # The way up exists before anything can come down.
             up = Link(
                 f"{name} up",
                 _Later(lambda: inlet),
                 call.data,
                 call.control,
+                accepts=(OpenSession, Window, CloseSession, Discard, OpenReturn),
                 conditions=self.conditions_upward,
             )
-            back = WayBack(up.ref)
             if not is_last:
-                down = Link(f"{name} down", up.ref, data, control, conditions=self.conditions)
+                data, control, answer = await connect_link(
+                    Address.parse(hello.route[0]), self._next_hello(hello), self.security
+                )
+                connections.push_async_callback(data.aclose)
+                connections.push_async_callback(control.aclose)
+                later = answer.descriptors
+                down = Link(f"{name} down", up.ref, data, control, accepts=UPWARD, conditions=self.conditions)
+            back = WayBack(up.ref)
             route = Route(down.ref if down is not None else None, back)
 
             async def open_return(address: str) -> None:
@@ -186,6 +196,7 @@ class StageHost:
                 log.info("route %s: %s", name, error)
             finally:
                 del self._routes[hello.pipeline]
+                route.lost = True
                 with trio.CancelScope(shield=True), trio.move_on_after(1.0):
                     await self._mailbox.ref.send(RouteLost(route))
 
@@ -222,7 +233,9 @@ class StageHost:
         if back is None:
             raise HandshakeError(f"pipeline {call.hello.pipeline} has no route through this stage")
         await call.accept()
-        link = Link(f"{call.hello.pipeline} return", Nothing(), call.data, conditions=self.conditions)
+        link = Link(
+            f"{call.hello.pipeline} return", Nothing(), call.data, accepts=(), conditions=self.conditions
+        )
         await self._use(back, link)
 
     async def _reverse(self, hello: Hello, back: WayBack, address: str) -> None:
@@ -237,7 +250,13 @@ class StageHost:
         try:
             await self._use(
                 back,
-                Link(f"{hello.pipeline} return", Nothing(), connection, conditions=self.conditions),
+                Link(
+                    f"{hello.pipeline} return",
+                    Nothing(),
+                    connection,
+                    accepts=(),
+                    conditions=self.conditions,
+                ),
             )
         finally:
             await connection.aclose()

@@ -25,6 +25,7 @@ from meshpipe.messages import Hello, OpenReturn, StageDescriptor
 from meshpipe.pipeline.coordinator import STALL_DEADLINE, Coordinator
 from meshpipe.pipeline.planning import Split, plan
 from meshpipe.pipeline.sink import ReturnSink
+from meshpipe.pipeline.stage import UPWARD
 from meshpipe.topology.layout import StagePlace, Topology, read_topology
 from meshpipe.wire.conditions import Conditions
 from meshpipe.wire.endpoints import (
@@ -80,7 +81,7 @@ class ReturnRoute:
         except MeshpipeError as error:
             log.info("no direct return stream: %s", error)
             return False
-        link = Link(f"{self.pipeline} return", self.sink, connection)
+        link = Link(f"{self.pipeline} return", self.sink, connection, accepts=UPWARD)
         nursery.start_soon(self._carry, link, lost)
         return await self._proven(link)
 
@@ -98,7 +99,7 @@ class ReturnRoute:
             if call.hello.role != "return" or call.hello.pipeline != self.pipeline or arrived:
                 raise HandshakeError("only the last stage of this pipeline is expected here")
             await call.accept()
-            arrived.append(Link(f"{self.pipeline} return", self.sink, call.data))
+            arrived.append(Link(f"{self.pipeline} return", self.sink, call.data, accepts=UPWARD))
             came.set()
             await self._carry(arrived[0], lost)
 
@@ -182,7 +183,7 @@ async def open_remote(
             data, control, answer = await connect_link(Address.parse(places[0].address), hello, security)
             descriptors = answer.descriptors
             _check_route(places, descriptors)
-            first = Link(f"{pipeline} first", sink, data, control)
+            first = Link(f"{pipeline} first", sink, data, control, accepts=UPWARD)
             back = ReturnRoute(
                 pipeline,
                 Address.parse(places[-1].return_address or places[-1].address),

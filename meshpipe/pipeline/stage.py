@@ -51,6 +51,7 @@ Downward = OpenSession | Window | CloseSession | Discard
 """What travels from the coordinator to the last stage."""
 Upward = Reply | Progress | SessionOpened | SessionFailed
 """What travels to the coordinator."""
+UPWARD = (Reply, Progress, SessionOpened, SessionFailed)
 
 
 class Sender(Protocol):
@@ -63,12 +64,16 @@ class Sender(Protocol):
         """Says False if there is no room. Raises ActorGoneError."""
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Route:
-    """One coordinator's path through this stage: the next stage (None at the last), and the way back."""
+    """One coordinator's path through this stage: the next stage (None at the last), and the way back.
+
+    `lost` from when its coordinator is gone: what is still queued of it opens no session any more.
+    """
 
     downstream: Sender | None
     back: Sender
+    lost: bool = False
 
 
 @frozen
@@ -297,6 +302,8 @@ class Stage(Actor[StageMessage]):
                 self._runner.abort()
 
     async def _open(self, route: Route, message: OpenSession) -> None:
+        if route.lost:
+            return
         lanes = self._runner.descriptor.lanes
         problem: str | None = None
         if not 0 <= message.lane < lanes:
