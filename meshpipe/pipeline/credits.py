@@ -45,13 +45,13 @@ class Credits:
         """Seconds of work that all other sessions have in flight."""
         return self._scheduler.work - self.work
 
-    def may_borrow(self, work: float, latency: float) -> bool:
-        """Whether a speculative window may go now that takes `work` seconds, and `latency` until its reply.
+    def may_borrow(self, latency: float) -> bool:
+        """Whether a speculative window may go now that has its reply `latency` seconds later.
 
         Marks the session as wanting to speculate.
         """
         self.wants = True
-        return self._scheduler.has_room(self, work, latency)
+        return self._scheduler.has_room(self, latency)
 
     def take(self, window: int, work: float) -> None:
         """Window number `window` is in flight: as the mandatory one if the session has none, else borrowed.
@@ -113,16 +113,18 @@ class CreditScheduler:
         """Seconds of the slowest stage that are in flight, of all sessions."""
         return sum(credits.work for credits in self._sessions)
 
-    def has_room(self, asking: Credits, work: float, latency: float) -> bool:
-        """Whether `asking` may borrow for `work` more seconds: within the pool and within its fair share.
+    def has_room(self, asking: Credits, latency: float) -> bool:
+        """Whether `asking` may borrow for one more window: the pool and its fair share of it are not used up.
 
-        The pool is the work that `latency` seconds have room for.
+        The pool is the work that `latency` seconds have room for. The window that crosses its edge may go: the
+        pipe is full with the next whole number of windows, and one less leaves the slowest stage idle.
 
         A share is what the mandatory windows leave, divided by the sessions that want to speculate. One that
         has borrowed nothing may exceed its share if the pool has room.
         """
-        if self.work + work > latency * (1 + 1e-9):
+        full = latency * (1 - 1e-9)
+        if self.work >= full:
             return False
-        pool = latency - sum(credits.work - credits.borrowed for credits in self._sessions)
+        pool = full - sum(credits.work - credits.borrowed for credits in self._sessions)
         wanting = sum(credits.wants for credits in self._sessions) or 1
-        return asking.borrowed == 0 or asking.borrowed + work <= pool / wanting
+        return asking.borrowed == 0 or asking.borrowed < pool / wanting

@@ -295,7 +295,8 @@ class Session(Actor[SessionMessage]):
                 if not width:
                     self._credits.wants = False
                     return
-                if self._pace.in_flight and not self._fixed_depth and not self._may_borrow(width):
+                borrows = self._pace.in_flight and not self._fixed_depth
+                if borrows and not self._credits.may_borrow(self._around.pipe.latency(width)):
                     return
                 window = self._composite.dispatch(width)
                 if window is None:
@@ -311,10 +312,6 @@ class Session(Actor[SessionMessage]):
             self._sent[window.number] = now
             self._watch.sent(now, window.wanted, self._ledger.in_flight)
         await self._around.first.send(window)
-
-    def _may_borrow(self, width: int) -> bool:
-        pipe = self._around.pipe
-        return self._credits.may_borrow(pipe.slowest(width), pipe.latency(width))
 
     def _prefill_depth(self) -> int:
         """Prefill windows that fill the pipe: by Little's law, and one more a stage to hide the hand-over."""
