@@ -9,6 +9,7 @@ their speed does not depend on what it says.
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,13 @@ FULL = Size((0, 10, 25, 50, 100, 150), 3, 32, 128)
 QUICK = Size((0, 100), 1, 16, 24)
 
 
+async def settled(rig: Rig, way: Callable[[], Awaitable[Row]], delay: float) -> Row:
+    """Measures, then leaves the stages' lanes free for the next pipeline."""
+    row = await way()
+    await rig.settle(delay)
+    return row
+
+
 def cells(rig: Rig, size: Size, pipes: dict[float, Coordinator], peers: dict[float, Peer]) -> list[Cell]:
     """Contenders side by side at each delay."""
     made: list[Cell] = []
@@ -65,7 +73,7 @@ def cells(rig: Rig, size: Size, pipes: dict[float, Coordinator], peers: dict[flo
                     "contender": contender,
                     "split": "15/15",
                 }
-                made.append(Cell(name, way))
+                made.append(Cell(name, partial(settled, rig, way, delay)))
     return made
 
 

@@ -168,7 +168,16 @@ class Rig:
             context=stages.context,
             stall_deadline=120.0,
         )
-        return await self._stack.enter_async_context(opened)
+        pipe = await self._stack.enter_async_context(opened)
+        await self.settle(delay_ms or 0.0)
+        return pipe
+
+    async def settle(self, delay_ms: float) -> None:
+        """Lets a session's close, which nothing acknowledges, reach every stage.
+
+        Pipelines that share stages use the same lanes: the next one's session must not overtake it.
+        """
+        await trio.sleep(3 * delay_ms / 1e3)
 
     async def unsplit(self, context: int = 4096) -> Peer:
         """llama.cpp on one thread, nothing split."""
