@@ -7,15 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+import trustme
 from reference import greedy
 
 from meshpipe import Conditions, Coordinator, Pipeline, Sampling, Speculation
+from meshpipe.llama.slicing import slice_model
 from meshpipe.llama.vocabulary import Vocabulary
+from meshpipe.wire import Security, client_context, server_context
 
 pytestmark = pytest.mark.slow
 
@@ -48,19 +53,67 @@ async def check(pipeline: Coordinator, prompt: str, expected: dict[str, list[int
     assert done.report.exact
 
 
-@pytest.mark.parametrize(("split", "threads"), [("0,15,30", 1), ("0,10,20,30", 2), ("0,3,9,15,25,30", 1)])
-async def test_spawned_stages_say_what_the_unsplit_model_says(
-    smollm2: Path, expected: dict[str, list[int]], split: str, threads: int
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Certificate, key and authority files for 127.0.0.1: both sides of every connection prove who they are."""
+    directory = tmp_path_factory.mktemp("tls")
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_pem.write_to_path(directory / "key.pem")
+    for blob in issued.cert_chain_pems:
+        blob.write_to_path(directory / "cert.pem", append=True)
+    authority.cert_pem.write_to_path(directory / "ca.pem")
+    return [str(directory / name) for name in ("cert.pem", "key.pem", "ca.pem")]
+
+
+def opened(kind: str, model: Path, split: str, threads: int, certificates: list[str]):  # type: ignore[no-untyped-def]
+    options: dict[str, Any] = {"lanes": 4, "context": 512, "threads": threads}
+    if kind == "memory":
+        return Pipeline.local(model, split, **options)
+    if kind == "tls":
+        cert, key, ca = certificates
+        options["stage_arguments"] = ["--tls-cert", cert, "--tls-key", key, "--tls-ca", ca]
+        options["security"] = Security(
+            server=server_context(cert, key, ca), client=client_context(ca, cert, key)
+        )
+    return Pipeline.spawn(model, split, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "split", "threads"),
+    [
+        ("memory", "0,15,30", 1),
+        ("memory", "0,10,20,30", 2),
+        ("memory", "0,3,9,15,25,30", 1),
+        ("tcp", "0,15,30", 2),
+        ("tcp", "0,10,20,30", 1),
+        ("tcp", "0,3,9,15,25,30", 1),
+        ("tls", "0,15,30", 1),
+        ("tls", "0,10,20,30", 1),
+        ("tls", "0,3,9,15,25,30", 1),
+    ],
+)
+async def test_says_what_the_unsplit_model_says(
+    smollm2: Path,
+    expected: dict[str, list[int]],
+    certificates: list[str],
+    kind: str,
+    split: str,
+    threads: int,
 ) -> None:
-    async with Pipeline.spawn(smollm2, split, lanes=4, context=512, threads=threads) as pipeline:
+    """Four requests at a time, with and without speculation; one cancelled in the middle leaves its lane free."""
+    async with opened(kind, smollm2, split, threads, certificates) as pipeline:
         for speculation in (Speculation(mode="off"), Speculation(), Speculation(depth=6, width=3)):
             async with trio.open_nursery() as nursery:
                 for prompt in PROMPTS:
-                    nursery.start_soon(
-                        lambda p=prompt, s=speculation: check(pipeline, p, expected, speculation=s)
-                    )
-        assert pipeline.return_route() == "direct"
-        assert pipeline.lanes.free == 4
+                    nursery.start_soon(partial(check, pipeline, prompt, expected, speculation=speculation))
+        async with pipeline.generate(PROMPTS[0], max_tokens=400, ignore_end=True) as generation:
+            await generation.__anext__()
+        await check(pipeline, PROMPTS[1], expected)
+        assert pipeline.return_route() == ("memory" if kind == "memory" else "direct")
+        with trio.fail_after(10):
+            while pipeline.lanes.free < 4:  # noqa: ASYNC110
+                await trio.sleep(0.01)
 
 
 async def test_over_a_slow_link_and_with_cancellations(smollm2: Path, expected: dict[str, list[int]]) -> None:
@@ -91,6 +144,37 @@ async def test_sampled_text_is_the_same_whatever_runs_ahead(smollm2: Path) -> No
     async with Pipeline.local(smollm2, 1, context=512) as pipeline:
         done = await pipeline.complete(PROMPTS[0], max_tokens=60, sampling=sampling, ignore_end=True)
     assert done.tokens == outputs[0]
+
+
+def resident(pid: int | str) -> int:
+    """Bytes that a process holds in memory."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS"))
+
+
+WHOLE = """
+import sys
+from meshpipe.llama.engine import Span, StageEngine
+with StageEngine(sys.argv[1], context=512, probe=True) as engine:
+    engine.run([Span(0, 0, [1] * 63, wanted=1)])
+    print(next(l.split()[1] for l in open("/proc/self/status") if l.startswith("VmRSS")))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
+@pytest.mark.parametrize("split", ["0,15,30", "0,10,20,30"])
+async def test_a_stage_holds_its_share_of_the_memory(smollm2: Path, split: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WHOLE, str(smollm2)], capture_output=True, text=True, check=True, timeout=120
+    )
+    unsplit = int(done.stdout) * 1024
+    bounds = [int(bound) for bound in split.split(",")]
+    async with Pipeline.spawn(smollm2, split, context=512) as pipeline:
+        await pipeline.complete("word " * 70, max_tokens=4)
+        held = [resident(pid) for pid in pipeline.processes]
+    for (start, stop), memory in zip(pairwise(bounds), held, strict=True):
+        share = slice_model(smollm2, start, stop).stat().st_blocks * 512 / smollm2.stat().st_size
+        assert memory < unsplit * share + 120 * 2**20, (start, stop, memory, unsplit, share)
 
 
 def children(of: int) -> list[int]:

@@ -44,6 +44,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow",
     ):  # fmt: skip
         group.add_argument(f"--{name.replace('_', '-')}", type=float)
+    group.add_argument("--devices", type=lambda text: tuple(text.split(",")), help="device names, by comma")
+    group.add_argument("--tensor-split", type=lambda text: tuple(map(float, text.split(","))), metavar="A,B")
     group.add_argument("--rope-scaling", choices=("none", "linear", "yarn", "longrope"))
     group.add_argument("--split-mode", choices=("none", "layer", "row"))
     group.add_argument("--cache-type-k", choices=sorted(CACHE_TYPES))
@@ -80,6 +82,8 @@ def engine_flags(options: argparse.Namespace) -> list[str]:
             flags += ["--no-mmap"]
         elif value is True:
             flags += [flag]
+        elif isinstance(value, tuple):
+            flags += [flag, ",".join(map(str, value))]
         else:
             flags += [flag, str(value)]
     return flags

@@ -48,19 +48,26 @@ def start() -> None:
 
 
 @functools.cache
-def ggml_base() -> ctypes.CDLL:
-    """The library with ggml's tensors and its GGUF reader, as llama_cpp bundles it."""
+def _libraries() -> tuple[ctypes.CDLL, ...]:
+    """ggml's libraries, as llama_cpp bundles them: tensors and files, and the registry of devices."""
     start()
-    for suffix in (".so", ".dylib", ".dll"):
-        for name in (f"libggml-base{suffix}", f"ggml-base{suffix}"):
-            if (LIBRARIES / name).exists():
-                return ctypes.CDLL(str(LIBRARIES / name))
-    raise OSError(f"no ggml-base library in {LIBRARIES}: is llama-cpp-python installed?")
+    found = [
+        LIBRARIES / f"{prefix}{name}{suffix}"
+        for name in ("ggml-base", "ggml")
+        for prefix, suffix in (("lib", ".so"), ("lib", ".dylib"), ("", ".dll"))
+        if (LIBRARIES / f"{prefix}{name}{suffix}").exists()
+    ]
+    if not found:
+        raise OSError(f"no ggml library in {LIBRARIES}: is llama-cpp-python installed?")
+    return tuple(ctypes.CDLL(str(path)) for path in found)
 
 
 @functools.cache
 def function(name: str, restype: Any, *argtypes: Any) -> Any:
-    """A function of ggml-base by name, with its signature."""
-    found = getattr(ggml_base(), name)
+    """A function of ggml by name, with its signature."""
+    library = next((library for library in _libraries() if hasattr(library, name)), None)
+    if library is None:
+        raise OSError(f"the ggml libraries in {LIBRARIES} have no function {name}")
+    found = getattr(library, name)
     found.restype, found.argtypes = restype, list(argtypes)
     return found

@@ -1,6 +1,6 @@
 """llama.cpp's own options, under their usual names, and how a model file is loaded with them.
 
-What could be tried on a CPU was; `n_gpu_layers`, `main_gpu`, `split_mode`, `tensor_split`, `offload_kqv` and
+What could be tried on a CPU was; `n_gpu_layers`, `devices`, `main_gpu`, `split_mode`, `tensor_split`, `offload_kqv` and
 `op_offload` pass through untried.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import llama_cpp
 from attrs import field, frozen, validators
 
-from meshpipe.errors import EngineError, ModelError
+from meshpipe.errors import EngineError, ModelError, UsageError
 from meshpipe.llama import bindings
 
 CACHE_TYPES = {
@@ -31,12 +31,14 @@ _LOAD_MODES = {(False, False): 0, (True, False): 1, (False, True): 2, (True, Tru
 class EngineOptions:
     """Options that llama.cpp's users know. None leaves llama.cpp's default.
 
+    `devices` are names as `llama-server --list-devices` prints them; an unknown one is an error that lists all.
     `batch` is the most rows of a decode when exactness is not asked for. `repack` turns on the CPU's extra
     buffer types (AMX, weight repacking): faster prefill, other bits, and on some machines a crash, hence a
     trial in a child process first.
     """
 
     n_gpu_layers: int | None = None
+    devices: tuple[str, ...] | None = None
     main_gpu: int | None = None
     split_mode: str | None = field(default=None, validator=validators.optional(validators.in_(_SPLIT_MODES)))
     tensor_split: tuple[float, ...] | None = None
@@ -73,6 +75,9 @@ class EngineOptions:
         params.vocab_only = vocab_only
         params.use_extra_bufts = self.repack
         params.load_mode = _LOAD_MODES[self.mmap, self.mlock]
+        chosen = _devices(self.devices)
+        if chosen is not None:
+            params.devices = ctypes.cast(chosen, ctypes.c_void_p)
         for name in ("n_gpu_layers", "main_gpu"):
             if getattr(self, name) is not None:
                 setattr(params, name, getattr(self, name))
@@ -109,6 +114,20 @@ class EngineOptions:
                 f"repack=True crashed a trial process (exit status {trial.returncode}): this machine announces "
                 "instructions that it does not execute; leave repack off"
             )
+
+
+def _devices(names: tuple[str, ...] | None) -> ctypes.Array[ctypes.c_void_p] | None:
+    """llama.cpp's device handles, NULL at the end. Raises UsageError for a name that it does not know."""
+    if names is None:
+        return None
+    count = bindings.function("ggml_backend_dev_count", ctypes.c_size_t)()
+    get = bindings.function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    name_of = bindings.function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
+    known = {name_of(get(index)).decode(): get(index) for index in range(count)}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"no device {name!r} here; there are: {', '.join(known)}")
+    return (ctypes.c_void_p * (len(names) + 1))(*(known[name] for name in names), None)
 
 
 def _try_repack(path: str) -> None:
