@@ -13,6 +13,7 @@ from meshpipe.llama.vocabulary import Vocabulary
 
 DRAFTABLE = PASSAGES["table"] * 2
 LONGEST = 1024
+MIXED = 32  # different prompts of the mix
 
 
 def draftable(vocabulary: Vocabulary, count: int = LONGEST) -> Task:
@@ -26,11 +27,11 @@ def novel(vocabulary: Vocabulary, count: int, question: int = 0) -> Task:
 
 
 def mixed(vocabulary: Vocabulary, number: int, count: int) -> Task:
-    """Every fourth one draftable, one greedy (it soon repeats itself), two novel."""
-    question = chat(vocabulary, QUESTIONS[number % len(QUESTIONS)])
+    """Number 0 to 31 of the mix: every fourth one draftable, one greedy (it soon repeats itself), two sampled."""
     if number % 4 == 0:
-        text = list(PASSAGES.values())[number // 4 % len(PASSAGES)]
-        return Task("mixed", vocabulary.tokenize(text * 2), count)
+        passage = list(PASSAGES.values())[number // 4 % len(PASSAGES)]
+        return Task("mixed", vocabulary.tokenize(passage * 2), count)
+    question = chat(vocabulary, QUESTIONS[number % len(QUESTIONS)])
     return Task("mixed", question, count, temperature=0.0 if number % 4 == 1 else 0.8, seed=number)
 
 
