@@ -197,7 +197,7 @@ async def test_children_end_when_the_parent_is_killed(smollm2: Path) -> None:
     )
     assert process.stdout is not None
     with trio.fail_after(60):
-        assert await process.stdout.receive_some() == b"open\n"
+        assert (await process.stdout.receive_some()).startswith(b"open")
     stages = children(process.pid)
     assert len(stages) == 2
     process.send_signal(signal.SIGKILL)

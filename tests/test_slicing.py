@@ -233,7 +233,7 @@ def test_the_real_model_split_in_three(smollm2: Path, tmp_path: Path) -> None:
 def test_slicing_takes_little_time_and_memory(smollm2: Path, tmp_path: Path) -> None:
     """Under 3 s and 300 MiB, in a process of its own."""
     code = (
-        "import resource, sys, time; from meshpipe.llama.slicing import slice_model; from pathlib import Path\n"
+        "import sys, time; from meshpipe.llama.slicing import slice_model; from pathlib import Path\n"
         "began = time.perf_counter(); slice_model(sys.argv[1], 0, 15, cache=Path(sys.argv[2]))\n"
         "slice_model(sys.argv[1], 15, 30, cache=Path(sys.argv[2]))\n"
         "print(time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
