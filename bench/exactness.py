@@ -207,23 +207,33 @@ def cost(model: Path, repeats: int) -> Iterator[report.Row]:
             for width in (63, 512):
                 seconds = best(lambda w=width: raw.run(tokens[:512], 0, width=w, wanted=False), repeats)  # type: ignore[misc]
                 case = {"job": f"prefill of 512, {width} rows a decode", "threads": threads}
-                yield case | {"ms": seconds * 1000, "ms a row": seconds * 1000 / 512}
+                yield case | spent(*seconds, 512)
             raw.run(tokens[:600], 0, wanted=False)
             for width in (1, 2):
                 rows = tokens[600 : 600 + width]
                 seconds = best(lambda r=rows: raw.run(r, 600, width=2), 10 * repeats)  # type: ignore[misc]
                 case = {"job": f"one decode of {width} rows after 600", "threads": threads}
-                yield case | {"ms": seconds * 1000, "ms a row": seconds * 1000 / width}
+                yield case | spent(*seconds, width)
 
 
-def best(work: Any, repeats: int) -> float:
-    """The least seconds of several tries: what the machine can do when nobody else uses it."""
-    seconds = []
+def best(work: Any, repeats: int) -> tuple[float, float]:
+    """The least wall time and the least processor time of several tries, seconds.
+
+    On a machine that others use, the processor time of one thread is the better measure; with two threads, one
+    of which waits for the other in a loop, neither is good.
+    """
+    walls, cpus = [], []
     for _ in range(repeats):
-        began = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.process_time()
         work()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
+        walls.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
+    return min(walls), min(cpus)
+
+
+def spent(wall: float, cpu: float, rows: int) -> dict[str, float]:
+    """Columns."""
+    return {"wall ms": wall * 1000, "CPU ms": cpu * 1000, "CPU ms a row": cpu * 1000 / rows}
 
 
 # ---- inexact encodings ----------------------------------------------------------------------------------
