@@ -18,7 +18,7 @@ from meshpipe.messages import StageDescriptor
 from meshpipe.pipeline import stage
 from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.pipeline.local import join_stages
-from meshpipe.pipeline.merging import merged_count
+from meshpipe.pipeline.merging import Cost, merged_count
 from meshpipe.pipeline.runner import SimulatedRunner
 from meshpipe.pipeline.sink import ReturnSink
 from meshpipe.speculation.settings import Speculation
@@ -26,7 +26,7 @@ from meshpipe.wire import Conditions
 
 COST = ((1, 0.009), (2, 0.0141), (4, 0.0219), (8, 0.0367), (16, 0.066), (63, 0.25))
 TOKENS = 60
-Rule = Callable[[Sequence[int], Callable[[int], float], int], int]
+Rule = Callable[..., int]
 
 
 class Numbers:
@@ -39,17 +39,27 @@ class Numbers:
         return f"{token} ".encode()
 
 
-def alone(rows: Sequence[int], cost: Callable[[int], float], most: int) -> int:
+def alone(rows: Sequence[int], cost: Cost, most: int, *, backlogged: bool) -> int:
     """Every window by itself."""
     return 1
 
 
-def all_that_can(rows: Sequence[int], cost: Callable[[int], float], most: int) -> int:
+def all_that_can(rows: Sequence[int], cost: Cost, most: int, *, backlogged: bool) -> int:
     """As many as fit into a decode."""
     return max(count for count in range(1, len(rows) + 1) if count == 1 or sum(rows[:count]) <= most)
 
 
-RULES: dict[str, Rule] = {"each alone": alone, "all that can": all_that_can, "least mean": merged_count}
+def least_mean(rows: Sequence[int], cost: Cost, most: int, *, backlogged: bool) -> int:
+    """Always the least mean time to completion."""
+    return merged_count(rows, cost, most, backlogged=False)
+
+
+RULES: dict[str, Rule] = {
+    "each alone": alone,
+    "all that can": all_that_can,
+    "least mean": least_mean,
+    "ours": merged_count,
+}
 
 
 async def throughput(sessions: int, delay: float) -> float:

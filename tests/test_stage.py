@@ -51,12 +51,19 @@ def test_every_head_of_a_family_can_share_a_decode(windows: list[tuple[int, int]
 
 def test_an_idle_stage_does_not_keep_clumps() -> None:
     """Halves leave earlier than all together, so that a clump spreads over the stages."""
-    assert merged_count([1], STEEP, 63) == 1
-    assert 1 < merged_count([1] * 8, STEEP, 63) < 8
-    assert merged_count([1] * 8, FLAT, 63) == 8  # rows that cost nothing
-    assert merged_count([16] * 8, FLAT, 63) == 3  # what fits
-    assert merged_count([63, 63], STEEP, 63) == 1
-    assert merged_count([100], STEEP, 63) == 1  # never nothing
+    assert merged_count([1], STEEP, 63, backlogged=False) == 1
+    assert 1 < merged_count([1] * 8, STEEP, 63, backlogged=False) < 8
+    assert merged_count([1] * 8, FLAT, 63, backlogged=False) == 8  # rows that cost nothing
+    assert merged_count([16] * 8, FLAT, 63, backlogged=False) == 3  # what fits
+    assert merged_count([100], STEEP, 63, backlogged=False) == 1  # never nothing
+
+
+def test_a_backlogged_stage_merges_as_far_as_it_gains() -> None:
+    assert 8 <= merged_count([1] * 32, STEEP, 63, backlogged=True) < 32
+    assert merged_count([16] * 3, STEEP, 63, backlogged=True) == 1  # nothing to gain
+    assert merged_count([1] * 8, FLAT, 63, backlogged=True) == 8
+    assert merged_count([16] * 8, FLAT, 63, backlogged=True) == 3
+    assert merged_count([100, 1], STEEP, 63, backlogged=True) == 1
 
 
 @given(

@@ -1,29 +1,36 @@
-"""Which queued windows share a decode."""
+"""How many queued windows share a decode.
+
+Two sides have to be weighed. One decode of all costs least in sum; but every window waits for the whole of it, and
+windows that leave together arrive together at every later stage, which idles until they come. On a stage that
+was idle, the mean time to completion decides; on one that has not kept up, throughput does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+Cost = Callable[[int], float]
+"""Seconds of a decode by its rows."""
+
+ENOUGH = 0.95
+"""Share of the best throughput with which a backlogged stage is content, to keep decodes short."""
 
 
-def merged_count(rows: Sequence[int], cost: Callable[[int], float], most: int) -> int:
-    """How many of the queued windows, oldest first, to run in one decode.
+def merged_count(rows: Sequence[int], cost: Cost, most: int, *, backlogged: bool) -> int:
+    """How many of the queued windows, oldest first, to run in one decode; at least 1.
 
-    `rows` are the windows' widths, `cost` the seconds of a decode by its rows, `most` the rows a decode may
-    have. Minimises the mean time until a window is done, when the first k run now and the others, together,
-    right after. That weighs both sides: one decode of all costs least in sum, but every window waits for the
-    whole of it, and windows that leave together arrive together at every later stage. At least 1.
+    `rows` are the windows' widths, `most` the rows a decode may have. `backlogged`: they were waiting already
+    when the last decode ended. Then it is the fewest whose throughput is nearly the best; else the number k for
+    which the mean time until a window is done is least, when k run now and the others, together, right after.
     """
-    fitting, total = 0, 0
-    while fitting < len(rows) and (fitting == 0 or total + rows[fitting] <= most):
-        total += rows[fitting]
-        fitting += 1
-    best, best_sum = 1, float("inf")
-    now = 0
-    for k in range(1, fitting + 1):
-        now += rows[k - 1]
-        first = cost(now)
-        rest = cost(total - now) if total > now else 0.0
-        waiting = fitting * first + (fitting - k) * rest
-        if waiting < best_sum:
-            best, best_sum = k, waiting
-    return best
+    sums = [total for at, total in enumerate(accumulate(rows)) if at == 0 or total <= most]
+    if backlogged:
+        rates = [total / cost(total) for total in sums]
+        return next(k for k, rate in enumerate(rates, 1) if rate >= ENOUGH * max(rates))
+
+    def waiting(k: int) -> float:
+        rest = sums[-1] - sums[k - 1]
+        return len(sums) * cost(sums[k - 1]) + (len(sums) - k) * (cost(rest) if rest else 0.0)
+
+    return min(range(1, len(sums) + 1), key=waiting)

@@ -251,16 +251,23 @@ class Stage(Actor[StageMessage]):
     async def run(self) -> None:
         """Runs until the mailbox is closed and empty."""
         while True:
-            if not self._ready:
+            backlogged = await self._collect()
+            if not backlogged:
                 try:
                     await self.mailbox.wait()
                 except trio.EndOfChannel:
                     return
-            await self._take_control()
-            await self._take_windows()
-            self._drop_stale()
+                await self._collect()
             if self._ready:
-                await self._run_job(self._choose())
+                await self._run_job(self._choose(backlogged))
+
+    async def _collect(self) -> bool:
+        """Takes what has come, drops what is stale; says whether a window is ready to run."""
+        await self._take_control()
+        for message in self.mailbox.take("windows"):
+            await self.dispatch(message)
+        self._drop_stale()
+        return bool(self._ready)
 
     # ---------------------------------------------------------------- what arrives
 
@@ -287,10 +294,6 @@ class Stage(Actor[StageMessage]):
 
     async def _take_control(self) -> None:
         for message in self.mailbox.take("control"):
-            await self.dispatch(message)
-
-    async def _take_windows(self) -> None:
-        for message in self.mailbox.take("windows"):
             await self.dispatch(message)
 
     async def _watch_control(self) -> None:
@@ -376,8 +379,11 @@ class Stage(Actor[StageMessage]):
                 kept.append(queued)
         self._ready = kept
 
-    def _choose(self) -> list[_Queued]:
-        """Takes the windows of the next job out of `_ready`."""
+    def _choose(self, backlogged: bool) -> list[_Queued]:
+        """Takes the windows of the next job out of `_ready`.
+
+        `backlogged`: they were waiting already when the last job ended, so that throughput is what counts.
+        """
         verify: list[_Queued] = []
         prefilling: set[int] = set()
         for queued in self._ready:
@@ -391,7 +397,8 @@ class Stage(Actor[StageMessage]):
         else:
             family = companions(verify)
             rows = [queued.window.width for queued in family]
-            chosen = family[: merged_count(rows, self._cost, self._runner.descriptor.most_rows)]
+            most = self._runner.descriptor.most_rows
+            chosen = family[: merged_count(rows, self._cost, most, backlogged=backlogged)]
         self._last_was_prefill = chosen[0] is first_prefill
         picked = set(map(id, chosen))
         self._ready = deque(queued for queued in self._ready if id(queued) not in picked)
