@@ -26,7 +26,7 @@ import trio
 from attrs import define, evolve, frozen
 
 from meshpipe.actors import Actor, Mailbox, handles
-from meshpipe.errors import ActorGoneError, EngineError, MeshpipeError
+from meshpipe.errors import ActorGoneError, MeshpipeError
 from meshpipe.messages import (
     CloseSession,
     Discard,
@@ -180,7 +180,7 @@ class _Queued:
         if self.session.expected is None or self.is_prefill:
             return False
         epoch, position, token = self.session.expected
-        return (epoch, position) == (window.epoch, window.start) and token != window.tokens[0]
+        return (epoch, position) == (window.epoch, window.start) and window.tokens[:1] != (token,)
 
 
 def companions(queue: Sequence[_Queued]) -> list[_Queued]:
@@ -309,7 +309,9 @@ class Stage(Actor[StageMessage]):
             return
         lanes = self._runner.descriptor.lanes
         problem: str | None = None
-        if not 0 <= message.lane < lanes:
+        if (route, message.session) in self._sessions:
+            problem = f"session {message.session} is open already"
+        elif not 0 <= message.lane < lanes:
             problem = f"lane {message.lane} was asked for; this stage has lanes 0 to {lanes - 1}"
         elif message.lane in self._lanes:
             problem = f"lane {message.lane} is taken by another session; choose a free one"
@@ -417,14 +419,14 @@ class Stage(Actor[StageMessage]):
         began = trio.current_time()
         self._running = runnable
         results: list[Result] | None = None
-        problem: EngineError | None = None
+        problem: MeshpipeError | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_control)
             try:
                 results = await self._runner.run(jobs)
             except Aborted:
                 self.counters.aborted += 1
-            except EngineError as error:
+            except MeshpipeError as error:
                 problem = error
             service = trio.current_time() - began
             self.counters.jobs += 1
@@ -452,14 +454,15 @@ class Stage(Actor[StageMessage]):
         )
         return False
 
-    async def _after_failure(self, runnable: list[_Queued], problem: EngineError) -> None:
+    async def _after_failure(self, runnable: list[_Queued], problem: MeshpipeError) -> None:
         """A decode failed: of several windows each is tried alone, so that one cannot take others along."""
-        if len(runnable) > 1:
-            for queued in runnable:
-                if not queued.is_stale:
-                    await self._run_job([queued])
-        else:
-            await self._fail_session(runnable[0].session, str(problem))
+        for queued in runnable:
+            if queued.is_stale:  # or its session is gone
+                continue
+            if len(runnable) > 1:
+                await self._run_job([queued])
+            else:
+                await self._fail_session(queued.session, str(problem))
 
     async def _deliver(
         self, runnable: list[_Queued], results: list[Result], began: float, service: float

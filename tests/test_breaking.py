@@ -1,0 +1,146 @@
+"""What once broke a pipeline: mad peers, losses at bad moments, and misuse."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+from determinism import run
+from simulated import COST, VOCABULARY, periodic
+
+from meshpipe.errors import CapacityError, EngineError
+from meshpipe.messages import OpenSession, Reply, SessionFailed, SessionOpened, StageDescriptor, Window
+from meshpipe.pipeline.runner import Job, Result, SimulatedRunner
+from meshpipe.pipeline.stage import Arrival, Route, RouteLost, Stage, stage_mailbox
+
+
+class Heard:
+    """A `Sender` that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    async def send(self, message: object) -> None:
+        self.messages.append(message)
+
+    def try_send(self, message: object) -> bool:
+        self.messages.append(message)
+        return True
+
+    def all(self, kind: type) -> list[Any]:
+        return [message for message in self.messages if isinstance(message, kind)]
+
+
+class Broken(SimulatedRunner):
+    """Fails at windows of this token."""
+
+    def __init__(self, descriptor: StageDescriptor, token: int, error: Exception) -> None:
+        super().__init__(descriptor, periodic())
+        self._token, self._error = token, error
+
+    async def run(self, jobs: Sequence[Job]) -> list[Result]:
+        results = await super().run(jobs)
+        if any(self._token in job.window.tokens for job in jobs):
+            raise self._error
+        return results
+
+
+class Lonely:
+    """One last stage, and routes to it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        descriptor = StageDescriptor("sim", (0, 1), 1, 8, VOCABULARY, 4, 4096, COST)
+        self.mailbox = stage_mailbox()
+        self.stage = Stage(self.mailbox, 0, Broken(descriptor, 666, error or EngineError("no")))
+
+    def route(self) -> tuple[Route, Heard, Callable[[Any], None]]:
+        heard = Heard()
+        route = Route(None, heard)
+
+        def say(message: Any) -> None:
+            assert self.mailbox.ref.try_send(Arrival(route, message, trio.current_time()))
+
+        return route, heard, say
+
+
+@asynccontextmanager
+async def lonely(error: Exception | None = None) -> AsyncIterator[Lonely]:
+    one = Lonely(error)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(one.stage.run)
+        yield one
+        nursery.cancel_scope.cancel()
+
+
+def verify(session: int, start: int, *tokens: int, number: int = 0) -> Window:
+    return Window(session, 0, number, start, tokens, len(tokens))
+
+
+def test_a_coordinator_that_goes_away_while_its_decode_fails() -> None:
+    async def main() -> None:
+        async with lonely() as one:
+            route, _, say = one.route()
+            say(OpenSession(1, 0))
+            say(verify(1, 0, 666))
+            await trio.sleep(0.005)
+            await one.mailbox.ref.send(RouteLost(route))
+            await trio.sleep(1)
+            assert one.stage.lanes_busy == 0
+            _, heard, say = one.route()
+            say(OpenSession(2, 0))
+            say(verify(2, 0, 5))
+            await trio.sleep(1)
+            assert [type(message) for message in heard.messages] == [SessionOpened, Reply]
+
+    run(main)
+
+
+def test_a_window_beyond_the_context_ends_its_session_only() -> None:
+    async def main() -> None:
+        async with lonely(CapacityError("lane 0 would reach position 5000 of 4096")) as one:
+            _, heard, say = one.route()
+            say(OpenSession(1, 0))
+            say(OpenSession(2, 1))
+            say(verify(1, 0, 666))
+            say(verify(2, 0, 5))
+            await trio.sleep(1)
+            assert [failed.session for failed in heard.all(SessionFailed)] == [1]
+            assert [reply.session for reply in heard.all(Reply)] == [2]
+
+    run(main)
+
+
+def test_a_session_that_is_opened_twice_holds_one_lane() -> None:
+    async def main() -> None:
+        async with lonely() as one:
+            route, heard, say = one.route()
+            say(OpenSession(1, 0))
+            say(OpenSession(1, 1))
+            await trio.sleep(1)
+            assert "open already" in heard.all(SessionFailed)[0].reason
+            await one.mailbox.ref.send(RouteLost(route))
+            await trio.sleep(1)
+            _, heard, say = one.route()
+            for lane in range(4):
+                say(OpenSession(lane, lane))
+            await trio.sleep(1)
+            assert len(heard.all(SessionOpened)) == 4
+
+    run(main)
+
+
+def test_a_window_without_tokens_hurts_nobody_else() -> None:
+    async def main() -> None:
+        async with lonely() as one:
+            _, heard, say = one.route()
+            say(OpenSession(1, 0))
+            say(verify(1, 0, 5))
+            say(OpenSession(2, 1))
+            say(verify(1, 1, number=1))
+            say(verify(2, 0, 5))
+            await trio.sleep(1)
+            assert [reply.session for reply in heard.all(Reply)] == [1, 2]
+
+    run(main)
