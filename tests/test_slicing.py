@@ -561,8 +561,17 @@ def test_a_recurrent_model(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_slice_of_a_slice(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="is a slice already"):
+    with pytest.raises(SplitError, match="holds layers"):
         slice_model(slice_model(model, 0, 4, cache=tmp_path), 0, 2, cache=tmp_path)
+
+
+def test_a_machine_needs_no_more_than_its_slice(model: Path, tmp_path: Path) -> None:
+    made = slice_model(model, 2, 4, cache=tmp_path / "here")
+    carried = tmp_path / "there" / "part.gguf"
+    carried.parent.mkdir()
+    made.rename(carried)
+    assert slice_model(carried, 2, 4, cache=tmp_path) == carried
+    assert read_slice(carried).model_digest == model_digest(model)
 
 
 def test_no_architecture(model: Path, tmp_path: Path) -> None:

@@ -114,10 +114,19 @@ def slice_model(
 
     A first stage keeps the vocabulary; `keep_vocabulary` keeps it in any stage (samplers that look at token
     pieces need it at the last). `mtp` keeps the model's NextN layers in the last stage. Several processes may
-    ask for the same slice at once: one writes, the others wait for it. Returns the slice's path in `cache`.
+    ask for the same slice at once: one writes, the others wait for it. Returns the slice's path in `cache`; a file
+    that is this very slice is returned as it is, so that a stage's machine needs no more than its slice.
     Raises ModelError (file, or an architecture that cannot be split), SplitError (range), CapacityError (disk).
     """
     header = read_header(path)
+    if _SLICE_KEYS[0] in header.metadata:
+        given = read_slice(path)
+        if (given.start, given.stop) != (start, stop):
+            raise SplitError(
+                f"{header.path} holds layers {given.start}:{given.stop} of a model, not {start}:{stop}; "
+                "slice the whole model, or serve the layers that are there"
+            )
+        return given.path
     architectures.check_range(header, start, stop)
     last = stop == architectures.trunk_layers(header)
     vocabulary = keep_vocabulary or start == 0
