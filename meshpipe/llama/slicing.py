@@ -20,7 +20,7 @@ from pathlib import Path
 
 from attrs import frozen
 
-from meshpipe.errors import CapacityError, ModelError
+from meshpipe.errors import CapacityError, ModelError, SplitError
 from meshpipe.llama import architectures, gguf
 from meshpipe.llama.gguf import Header, Tensor, Value, read_header
 from meshpipe.llama.identity import digest_of
