@@ -6,14 +6,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 import trio
 from determinism import run
 from simulated import COST, VOCABULARY, periodic
+from test_remote import generate, joined, lanes_free, mesh
 
-from meshpipe.errors import CapacityError, EngineError
-from meshpipe.messages import OpenSession, Reply, SessionFailed, SessionOpened, StageDescriptor, Window
+from meshpipe import StagePlace, Topology
+from meshpipe.errors import CapacityError, EngineError, HandshakeError, MeshpipeError, StageLostError
+from meshpipe.messages import Hello, OpenSession, Reply, SessionFailed, SessionOpened, StageDescriptor, Window
 from meshpipe.pipeline.runner import Job, Result, SimulatedRunner
 from meshpipe.pipeline.stage import Arrival, Route, RouteLost, Stage, stage_mailbox
+from meshpipe.wire import OPEN, Address
+from meshpipe.wire.endpoints import connect_link
 
 
 class Heard:
@@ -144,3 +149,64 @@ def test_a_window_without_tokens_hurts_nobody_else() -> None:
             assert [reply.session for reply in heard.all(Reply)] == [1, 2]
 
     run(main)
+
+
+async def test_a_cached_prefix_that_another_coordinator_overwrote_is_not_used() -> None:
+    async with mesh(2, lanes=1) as m, joined(m.topology) as one, joined(m.topology) as two:
+        mine, theirs = [1, *range(100, 140)], [1, *range(300, 390)]
+        await generate(one, mine, 20)
+        await generate(two, theirs, 20)
+        with pytest.raises(EngineError, match="another coordinator"):
+            await generate(one, mine, 20)
+        await generate(one, mine, 20)
+        done = await one.complete(mine, max_tokens=20)
+        assert done.report.cached_tokens == len(mine) - 1
+        await lanes_free(m.hosts)
+
+
+async def test_two_callers_with_one_name_leave_the_stage_serving() -> None:
+    async with mesh(2) as m:
+        first, last = (Address.parse(place.address) for place in m.topology.stages)
+        hello = Hello("same", route=(str(last),), layers=(0, None))
+        outcomes: list[object] = []
+
+        async def call() -> None:
+            try:
+                data, control, _ = await connect_link(first, hello, OPEN)
+            except HandshakeError as error:
+                outcomes.append(error)
+            else:
+                outcomes.append(None)
+                await data.aclose()
+                await control.aclose()
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(call)
+        assert None in outcomes
+        async with joined(m.topology) as pipeline:
+            await generate(pipeline, [1], 5)
+
+
+async def test_a_route_that_is_not_what_was_named_closes_its_connections() -> None:
+    async with mesh(2) as m:
+        wrong = Topology(tuple(StagePlace(place.address, (0, 1)) for place in m.topology.stages))
+        with pytest.raises(HandshakeError, match="the topology says"):
+            async with joined(wrong):
+                pass
+        with trio.fail_after(2):
+            while any(host.routes for host in m.hosts):  # noqa: ASYNC110
+                await trio.sleep(0.01)
+
+
+async def test_losing_everything_at_once_ends_requests_not_the_pipeline() -> None:
+    async with mesh(1) as m, joined(m.topology, listen_host="127.0.0.1") as pipeline:
+        generation = pipeline.generate([1], max_tokens=2000)
+        await generation.__anext__()
+        m.scopes[0].cancel()
+        with pytest.raises(MeshpipeError):
+            async for _ in generation:
+                pass
+        await trio.sleep(0.5)
+        with pytest.raises(StageLostError):
+            pipeline.generate([1])

@@ -210,7 +210,9 @@ class Coordinator:
                 await supervise(mailbox, lambda box: Session(box, request, self._around, output))
             finally:
                 self.sink.forget(number)
-                self.lanes.release(lease.lane, ledger.committed[: ledger.confirmed])
+                # What a failure has left in the caches, nobody knows.
+                held = ledger.committed[: ledger.confirmed] if output.failure is None else ()
+                self.lanes.release(lease.lane, held)
                 if self._shared is not None:
                     self._shared.add(ledger.committed)
 

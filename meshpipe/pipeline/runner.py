@@ -146,7 +146,8 @@ class LlamaRunner:
 class SimulatedRunner:
     """An engine without a model: takes the descriptor's cost in seconds of trio's clock, says what `target` says.
 
-    `target(tokens)` gives the token that follows `tokens`. Keeps the rule that no window runs above its cache.
+    `target(tokens)` gives the token that follows `tokens`, which are what the lane's cache holds, as in llama.cpp.
+    Keeps the rule that no window runs above its cache.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class SimulatedRunner:
         self.descriptor = descriptor
         self._cost = CostCurve(descriptor.cost)
         self._target = target
-        self._lengths = [0] * descriptor.lanes
+        self._caches: list[list[int]] = [[] for _ in range(descriptor.lanes)]
         self._is_last = descriptor.layers[1] == descriptor.layer_count
 
     def open(self, lane: int, sampling: Sampling) -> None:
@@ -168,7 +169,7 @@ class SimulatedRunner:
 
     def length(self, lane: int) -> int:
         """See `Runner.length`."""
-        return self._lengths[lane]
+        return len(self._caches[lane])
 
     def abort(self) -> None:
         """See `Runner.abort`: this one cannot."""
@@ -178,14 +179,14 @@ class SimulatedRunner:
         await trio.sleep(self._cost(sum(job.window.width for job in jobs)))
         results: list[Result] = []
         for job in jobs:
-            window = job.window
-            assert window.start <= self._lengths[job.lane]
-            self._lengths[job.lane] = window.stop
+            window, cache = job.window, self._caches[job.lane]
+            assert window.start <= len(cache)
+            cache[window.start :] = window.tokens
             if self._is_last:
-                results.append(matching_picks(window, partial(self._pick, job)))
+                results.append(matching_picks(window, partial(self._pick, cache, window.start)))
             else:
                 results.append(np.zeros((window.width, self.descriptor.n_embd), np.float32))
         return results
 
-    def _pick(self, job: Job, index: int) -> int:
-        return self._target(job.tokens[: job.window.start + index + 1])
+    def _pick(self, cache: Sequence[int], start: int, index: int) -> int:
+        return self._target(cache[: start + index + 1])

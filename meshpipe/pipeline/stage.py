@@ -233,6 +233,7 @@ class Stage(Actor[StageMessage]):
         self._is_last = runner.descriptor.layers[1] == runner.descriptor.layer_count
         self._sessions: dict[tuple[Route, int], _Session] = {}
         self._lanes: dict[int, _Session] = {}
+        self._cached: dict[int, list[int]] = {}  # by lane: `tokens` of its last session
         self._ready: deque[_Queued] = deque()
         self._running: list[_Queued] = []
         self._last_was_prefill = False
@@ -315,10 +316,10 @@ class Stage(Actor[StageMessage]):
             problem = f"lane {message.lane} was asked for; this stage has lanes 0 to {lanes - 1}"
         elif message.lane in self._lanes:
             problem = f"lane {message.lane} is taken by another session; choose a free one"
-        elif len(message.cached) > self._runner.length(message.lane):
+        elif message.cached != self._held(message.lane)[: len(message.cached)]:
             problem = (
-                f"{len(message.cached)} cached positions were named; "
-                f"lane {message.lane} has {self._runner.length(message.lane)}"
+                f"lane {message.lane} does not hold the {len(message.cached)} cached tokens that were named: "
+                "another coordinator has used it; ask again, without reuse"
             )
         else:
             try:
@@ -329,11 +330,16 @@ class Stage(Actor[StageMessage]):
             await self._fail(route, message.session, problem)
             return
         session = _Session(message.session, route, message.lane, list(message.cached))
+        self._cached[message.lane] = session.tokens
         self._sessions[route, message.session] = self._lanes[message.lane] = session
         if route.downstream is not None:
             await self._send(route.downstream, message)
         else:
             await self._send(route.back, SessionOpened(message.session))
+
+    def _held(self, lane: int) -> tuple[int, ...]:
+        """The tokens in the lane's cache, of whichever coordinator's session."""
+        return tuple(self._cached.get(lane, ())[: self._runner.length(lane)])
 
     async def _close(self, route: Route, message: CloseSession) -> None:
         session = self._sessions.get((route, message.session))
