@@ -158,8 +158,8 @@ class StageHost:
         down: Link | None = None
         later: tuple[StageDescriptor, ...] = ()
         name = f"{hello.pipeline}/{hello.stage}"
-        async with AsyncExitStack() as connections, owned_nursery() as nursery:
-            # The way up exists before anything can come down.
+        async with AsyncExitStack() as stack, owned_nursery() as nursery:
+            # The way up exists before anything can come down, and the name is taken before anything is awaited.
             up = Link(
                 f"{name} up",
                 _Later(lambda: inlet),
@@ -168,15 +168,16 @@ class StageHost:
                 accepts=(OpenSession, Window, CloseSession, Discard, OpenReturn),
                 conditions=self.conditions_upward,
             )
+            back = self._routes[hello.pipeline] = WayBack(up.ref)
+            stack.callback(self._routes.pop, hello.pipeline)
             if not is_last:
                 data, control, answer = await connect_link(
                     Address.parse(hello.route[0]), self._next_hello(hello), self.security
                 )
-                connections.push_async_callback(data.aclose)
-                connections.push_async_callback(control.aclose)
+                stack.push_async_callback(data.aclose)
+                stack.push_async_callback(control.aclose)
                 later = answer.descriptors
                 down = Link(f"{name} down", up.ref, data, control, accepts=UPWARD, conditions=self.conditions)
-            back = WayBack(up.ref)
             route = Route(down.ref if down is not None else None, back)
 
             async def open_return(address: str) -> None:
@@ -186,7 +187,6 @@ class StageHost:
                     nursery.start_soon(self._reverse, hello, back, address)
 
             inlet = _RouteInlet(Inlet(self._mailbox, route), open_return)
-            self._routes[hello.pipeline] = back
             try:
                 await call.accept((descriptor, *later))
                 if down is not None:
@@ -195,7 +195,6 @@ class StageHost:
             except MeshpipeError as error:
                 log.info("route %s: %s", name, error)
             finally:
-                del self._routes[hello.pipeline]
                 route.lost = True
                 with trio.CancelScope(shield=True), trio.move_on_after(1.0):
                     await self._mailbox.ref.send(RouteLost(route))
