@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,16 +10,17 @@ from typing import Any
 import pytest
 import trio
 from determinism import run
-from simulated import COST, VOCABULARY, periodic
-from test_remote import generate, joined, lanes_free, mesh
+from simulated import COST, VOCABULARY, mixed, periodic, serial
+from test_remote import descriptors, generate, joined, lanes_free, mesh
 
 from meshpipe import StagePlace, Topology
 from meshpipe.errors import CapacityError, EngineError, HandshakeError, MeshpipeError, StageLostError
 from meshpipe.messages import Hello, OpenSession, Reply, SessionFailed, SessionOpened, StageDescriptor, Window
+from meshpipe.pipeline import remote
 from meshpipe.pipeline.runner import Job, Result, SimulatedRunner
 from meshpipe.pipeline.stage import Arrival, Route, RouteLost, Stage, stage_mailbox
 from meshpipe.wire import OPEN, Address
-from meshpipe.wire.endpoints import connect_link
+from meshpipe.wire.endpoints import connect, connect_link
 
 
 class Heard:
@@ -165,25 +167,30 @@ async def test_a_cached_prefix_that_another_coordinator_overwrote_is_not_used() 
 
 
 async def test_two_callers_with_one_name_leave_the_stage_serving() -> None:
-    async with mesh(2) as m:
-        first, last = (Address.parse(place.address) for place in m.topology.stages)
-        hello = Hello("same", route=(str(last),), layers=(0, None))
-        outcomes: list[object] = []
+    async with mesh(2) as m, mesh(2) as other:
+        first, *lasts = (
+            Address.parse(place.address) for place in (*m.topology.stages, other.topology.stages[1])
+        )
+        outcomes: list[str] = []
 
-        async def call() -> None:
+        async def call(last: Address) -> None:
+            hello = Hello("same", route=(str(last),), layers=(0, None))
             try:
                 data, control, _ = await connect_link(first, hello, OPEN)
             except HandshakeError as error:
-                outcomes.append(error)
+                outcomes.append(str(error))
             else:
-                outcomes.append(None)
+                outcomes.append("a route")
+                with trio.move_on_after(0.3):
+                    await trio.sleep_forever()
                 await data.aclose()
                 await control.aclose()
 
         async with trio.open_nursery() as nursery:
-            for _ in range(3):
-                nursery.start_soon(call)
-        assert None in outcomes
+            for last in lasts:
+                nursery.start_soon(call, last)
+        refused, _ = sorted(outcomes, key="a route".__eq__)
+        assert "has a route through this stage already" in refused
         async with joined(m.topology) as pipeline:
             await generate(pipeline, [1], 5)
 
@@ -210,3 +217,43 @@ async def test_losing_everything_at_once_ends_requests_not_the_pipeline() -> Non
         await trio.sleep(0.5)
         with pytest.raises(StageLostError):
             pipeline.generate([1])
+
+
+async def test_replies_that_a_half_open_stream_swallows_are_sent_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The coordinator knows that its return stream is lost, the last stage does not yet."""
+
+    async def slowly(*arguments: Any) -> Any:
+        await trio.sleep(0.3)
+        return await connect(*arguments)
+
+    async with mesh(2) as m, joined(m.topology, stall_deadline=2.0) as pipeline:
+        tokens: list[int] = []
+        async with pipeline.generate([4, 5], max_tokens=100) as generation:
+            async for piece in generation:
+                tokens += piece.tokens
+                (back,) = m.hosts[-1]._routes.values()
+                if len(tokens) >= 20 and back.stream is not None and "hole" not in vars():
+                    stream, hole = back.stream, Heard()
+                    back.stream = hole
+                    monkeypatch.setattr(remote, "connect", slowly)
+                    stream._mailbox.close("cut by the test")  # type: ignore[attr-defined]
+        assert tokens == serial(mixed, [4, 5], 100)
+        assert hole.all(Reply)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
+async def test_reverse_streams_that_are_lost_leave_no_listener() -> None:
+    async with mesh(1) as m, joined(m.topology, direct=False) as pipeline:
+        (back,) = m.hosts[-1]._routes.values()
+        before = descriptors()
+        for number in range(5):
+            stream = back.stream
+            stream._mailbox.close("cut by the test")  # type: ignore[union-attr]
+            with trio.fail_after(5):
+                while back.stream in (stream, None):  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+            await generate(pipeline, [number], 5)
+        assert pipeline.return_route() == "reverse"
+        assert descriptors() == before

@@ -8,7 +8,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,7 @@ import trio
 from attrs import define, field
 
 from meshpipe.actors.scope import owned_nursery, run_all
-from meshpipe.errors import HandshakeError, MeshpipeError, StageLostError, UsageError
+from meshpipe.errors import ActorGoneError, HandshakeError, MeshpipeError, StageLostError, UsageError
 from meshpipe.llama.slicing import slice_model
 from meshpipe.llama.vocabulary import Vocabulary
 from meshpipe.messages import Hello, OpenReturn, StageDescriptor
@@ -102,6 +102,7 @@ class ReturnRoute:
             arrived.append(Link(f"{self.pipeline} return", self.sink, call.data, accepts=UPWARD))
             came.set()
             await self._carry(arrived[0], lost)
+            serving.cancel()
 
         serving = trio.CancelScope()
 
@@ -110,8 +111,8 @@ class ReturnRoute:
                 await serve(listeners, answer, self.security)
 
         nursery.start_soon(accept_one)
-        await self.first.ref.send(OpenReturn(str(local_address(listeners[0]))))
-        with trio.move_on_after(STEADY):
+        with trio.move_on_after(STEADY), suppress(ActorGoneError):  # there may be no route left at all
+            await self.first.ref.send(OpenReturn(str(local_address(listeners[0]))))
             await came.wait()
         if arrived and await self._proven(arrived[0]):
             return True
@@ -178,9 +179,11 @@ async def open_remote(
     if isinstance(source, (str, Path)):
         source = await trio.to_thread.run_sync(Vocabulary, source)
     try:
-        async with owned_nursery() as nursery:
+        async with AsyncExitStack() as connections, owned_nursery() as nursery:
             sink = ReturnSink()
             data, control, answer = await connect_link(Address.parse(places[0].address), hello, security)
+            connections.push_async_callback(data.aclose)
+            connections.push_async_callback(control.aclose)
             descriptors = answer.descriptors
             _check_route(places, descriptors)
             first = Link(f"{pipeline} first", sink, data, control, accepts=UPWARD)
@@ -207,7 +210,11 @@ async def open_remote(
 
             def return_lost() -> None:
                 coordinator.reroute()
-                nursery.start_soon(back.open, nursery, return_lost, STEADY)
+                nursery.start_soon(reopen)
+
+            async def reopen() -> None:
+                await back.open(nursery, return_lost, STEADY)
+                coordinator.reroute()  # the last stage may have noticed the loss later than this side
 
             await back.open(nursery, return_lost)
             coordinator.return_route = lambda: back.kind
