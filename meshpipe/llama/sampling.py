@@ -21,8 +21,9 @@ _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32
 
 def check(sampling: Sampling) -> Sampling:
     """The settings as they are, or UsageError naming the one that is out of bounds."""
-    bounds = {
+    bounds = {  # whole numbers for what has to be one
         "temperature": (0.0, 100.0),
+        "top_k": (-(2**31), 2**31 - 1),
         "top_p": (0.0, 1.0),
         "min_p": (0.0, 1.0),
         "repeat_penalty": (0.01, 100.0),
@@ -33,8 +34,10 @@ def check(sampling: Sampling) -> Sampling:
     }
     for name, (low, high) in bounds.items():
         value = getattr(sampling, name)
-        if not low <= value <= high:
-            raise UsageError(f"{name} must be from {low} to {high}, not {value}")
+        kind = int if isinstance(low, int) else (int, float)
+        if not isinstance(value, kind) or not low <= value <= high:
+            whole = ", a whole number" if kind is int else ""
+            raise UsageError(f"{name} must be from {low} to {high}{whole}, not {value!r}")
     return sampling
 
 
