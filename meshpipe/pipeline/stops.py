@@ -11,6 +11,8 @@ class StopStrings:
     """Lets text through up to the first stop string, and holds back what may become one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
+        if isinstance(stops, str):
+            raise UsageError(f"stop is {stops!r}: give a list of texts, [{stops!r}]")
         if any(not stop for stop in stops):
             raise UsageError("a stop string is empty: leave it out")
         self._stops = tuple(stops)
