@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import trio
@@ -168,8 +169,7 @@ class Session(Actor[SessionMessage]):
         finally:
             self._credits.close()
             self._output.channel.close()
-            with trio.CancelScope(shield=True), trio.move_on_after(1.0):
-                await self._leave()
+            await self._leave()
 
     async def _handle_next(self) -> None:
         """Takes all that has come, so that the windows that follow know of every reply."""
@@ -186,13 +186,16 @@ class Session(Actor[SessionMessage]):
                 return
 
     async def _leave(self) -> None:
-        """Tells every stage that the lane is free; what is still in flight is dropped on the way."""
+        """Tells every stage that the lane is free; what is still in flight is dropped on the way.
+
+        The lane is not free before that is said, so this waits for room as long as the link to the first stage
+        lives; when it is cancelled (the pipeline is closing), not at all.
+        """
         number = self._ledger.session
-        try:
+        with suppress(ActorGoneError):  # no stage is left that could hold the lane
             self._around.first.try_send(Discard(number, self._ledger.epoch + 1))
-            await self._around.first.send(CloseSession(number))
-        except ActorGoneError:
-            pass  # no stage is left that could hold the lane
+            if not self._around.first.try_send(CloseSession(number)):
+                await self._around.first.send(CloseSession(number))
 
     # ---------------------------------------------------------------- what comes
 
@@ -255,11 +258,15 @@ class Session(Actor[SessionMessage]):
         self._pace.retired(commit.number, self._composite.update())
         if commit.diverged:
             self._pace.restart()
-        self._watch.committed(now, len(commit.tokens))
+        text, tokens = "", []
+        for token in commit.tokens:
+            tokens.append(token)
+            text += self._stops.feed(self._request.text.feed((token,)))
+            if self._stops.stopped:  # what was committed behind the stop string is no output
+                break
+        self._watch.committed(now, len(tokens))
         self._watch.flying(now, self._ledger.in_flight)
-        text = self._stops.feed(self._request.text.feed(commit.tokens))
-        if text or not self._stops.stopped:
-            self._output.channel.send_nowait(Piece(text, commit.tokens))
+        self._output.channel.send_nowait(Piece(text, tuple(tokens)))
 
     def _finish(self) -> None:
         reason = "stop" if self._stops.stopped else self._ledger.finished or "unknown"
