@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import trio
+from attrs import evolve
 from determinism import run
-from simulated import COST, VOCABULARY, mixed, periodic, serial
+from simulated import COST, VOCABULARY, mixed, periodic, serial, simulated
 from test_remote import descriptors, generate, joined, lanes_free, mesh
 
-from meshpipe import StagePlace, Topology
-from meshpipe.errors import CapacityError, EngineError, HandshakeError, MeshpipeError, StageLostError
+from meshpipe import Sampling, Speculation, StagePlace, Topology
+from meshpipe.errors import (
+    CapacityError,
+    EngineError,
+    HandshakeError,
+    MeshpipeError,
+    StageLostError,
+    UsageError,
+)
+from meshpipe.llama.sampling import check
 from meshpipe.messages import Hello, OpenSession, Reply, SessionFailed, SessionOpened, StageDescriptor, Window
 from meshpipe.pipeline import remote
 from meshpipe.pipeline.runner import Job, Result, SimulatedRunner
-from meshpipe.pipeline.stage import Arrival, Route, RouteLost, Stage, stage_mailbox
+from meshpipe.pipeline.stage import Arrival, Route, RouteLost, Sender, Stage, stage_mailbox
 from meshpipe.wire import OPEN, Address
 from meshpipe.wire.endpoints import connect, connect_link
 
@@ -257,3 +268,103 @@ async def test_reverse_streams_that_are_lost_leave_no_listener() -> None:
             await generate(pipeline, [number], 5)
         assert pipeline.return_route() == "reverse"
         assert descriptors() == before
+
+
+def test_a_stop_string_gives_the_same_tokens_whatever_ran_ahead() -> None:
+    async def main(speculation: Speculation) -> tuple[str, tuple[int, ...], int]:
+        async with simulated(periodic(7)) as sim:
+            done = await sim.coordinator.complete(
+                [i % 7 for i in range(40)], max_tokens=100, stop=["2 3"], speculation=speculation
+            )
+            return done.text, done.tokens, done.report.completion_tokens
+
+    plain = run(main, Speculation(mode="off"))
+    assert plain == ("5 6 0 1 ", (5, 6, 0, 1, 2, 3), 6)
+    assert run(main, Speculation(depth=4, width=5)) == plain
+
+
+def test_a_stop_that_is_one_text_is_refused() -> None:
+    async def main() -> None:
+        async with simulated(periodic(7)) as sim:
+            with pytest.raises(UsageError, match="list of texts"):
+                sim.coordinator.generate([1], stop="4 5")
+
+    run(main)
+
+
+@pytest.mark.parametrize("name", ["top_k", "seed", "penalty_last_n"])
+def test_a_setting_that_is_no_integer_is_refused(name: str) -> None:
+    for value in (1.5, "1", None):
+        with pytest.raises(UsageError, match=name):
+            check(Sampling(**{name: value}))
+    with pytest.raises(UsageError, match="temperature"):
+        check(Sampling(temperature="hot"))  # type: ignore[arg-type]
+    check(Sampling(temperature=1, top_k=-1))
+
+
+def test_a_closed_pipeline_says_so() -> None:
+    async def main() -> None:
+        async with simulated(periodic()) as sim:
+            generation = sim.coordinator.generate([1], max_tokens=5)
+        with pytest.raises(MeshpipeError, match="closed"):
+            sim.coordinator.generate([1])
+        with pytest.raises(MeshpipeError, match="closed"):
+            async for _ in generation:
+                pass
+
+    run(main)
+
+
+def test_a_generation_may_be_collected_in_any_thread() -> None:
+    """The collector of cycles runs wherever memory is asked for: in the thread of an engine, too."""
+
+    async def main() -> None:
+        async with simulated(periodic(), lanes=1) as sim:
+            generation = sim.coordinator.generate([1], max_tokens=4000)
+            await generation.__anext__()
+            generation.itself = generation  # type: ignore[attr-defined]
+            waiting = sim.coordinator.generate([1], max_tokens=4000)
+            waiting.itself = waiting  # type: ignore[attr-defined]
+            await trio.sleep(0.05)
+            del generation, waiting
+            thread = threading.Thread(target=gc.collect)
+            thread.start()
+            thread.join()
+            await trio.sleep(5)
+            sim.assert_nothing_is_left()
+
+    gc.collect()
+    run(main)
+
+
+def test_a_lane_is_free_only_when_the_stages_have_heard_so() -> None:
+    """The first link stands still for longer than a second while a session ends."""
+
+    async def main() -> None:
+        async with simulated(periodic(), lanes=1) as sim:
+            link = Jammed(sim.coordinator._around.first)
+            sim.coordinator._around = evolve(sim.coordinator._around, first=link)
+            async with sim.coordinator.generate([1], max_tokens=4000) as generation:
+                await generation.__anext__()
+                link.jammed = True
+            await trio.sleep(3)
+            link.jammed = False
+            link.cleared.unpark_all()
+            assert len((await sim.coordinator.complete([1], max_tokens=5)).tokens) == 5
+
+    run(main)
+
+
+class Jammed:
+    """A `Sender` that has no room for a while."""
+
+    def __init__(self, to: Sender) -> None:
+        self.to, self.jammed, self.cleared = to, False, trio.lowlevel.ParkingLot()
+
+    async def send(self, message: object) -> None:
+        while self.jammed:
+            await self.cleared.park()
+        await self.to.send(message)
+
+    def try_send(self, message: object) -> bool:
+        return not self.jammed and self.to.try_send(message)

@@ -55,7 +55,7 @@ class Completion:
 class Generation:
     """One request's output: an async iterator of pieces, the last of which carries the report.
 
-    Leaving the `async with` block, `cancel`, or dropping the object ends the request; the lane is then free.
+    Leaving the `async with` block, `cancel`, or dropping the object ends the request, which frees the lane.
     """
 
     def __init__(
@@ -70,6 +70,8 @@ class Generation:
         self._pieces = pieces
         self._output = output
         self._end = end
+        self._cancelled = False
+        self._trio = trio.lowlevel.current_trio_token()
 
     def __aiter__(self) -> Generation:
         return self
@@ -80,6 +82,8 @@ class Generation:
         except trio.EndOfChannel:
             if self._output.failure is not None:
                 raise self._output.failure from None
+            if self.report is None and not self._cancelled:
+                raise StageLostError("the pipeline was closed before the answer was complete") from None
             raise StopAsyncIteration from None
         if piece.report is not None:
             self.report = piece.report
@@ -87,6 +91,7 @@ class Generation:
 
     def cancel(self) -> None:
         """Ends the request; what was committed already can still be read."""
+        self._cancelled = True
         self._end()
 
     async def __aenter__(self) -> Generation:
@@ -96,7 +101,8 @@ class Generation:
         self.cancel()
 
     def __del__(self) -> None:
-        self.cancel()
+        with suppress(trio.RunFinishedError):  # called in any thread, by the collector of cycles
+            self._trio.run_sync_soon(self._end)
 
 
 class Coordinator:
@@ -167,6 +173,8 @@ class Coordinator:
         stand. Raises UsageError or CapacityError for what cannot be asked of this pipeline, StageLostError if a
         stage is gone.
         """
+        if self._nursery.cancel_scope.cancel_called:
+            raise UsageError("the pipeline is closed: open it again")
         if self._lost is not None:
             raise StageLostError(self._lost)
         tokens = self._tokenize(prompt, messages)
@@ -271,10 +279,11 @@ class Coordinator:
                 await self._around.first.send(OpenSession(number, lease.lane))
                 answer = await mailbox.receive()
                 elapsed = trio.current_time() - began
-                await self._around.first.send(CloseSession(number))
         except trio.TooSlowError:
             raise StageLostError(f"no answer from the pipeline within {deadline:g} s") from None
         finally:
+            with suppress(ActorGoneError):
+                self._around.first.try_send(CloseSession(number))
             self.sink.forget(number)
             self.lanes.release(lease.lane, ())
         if isinstance(answer, SessionFailed):
