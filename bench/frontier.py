@@ -38,8 +38,8 @@ class Size:
     repetitions: int
 
 
-FULL = Size((1, 2, 4, 8, 16), (1, 2, 4, 8), 8.0, 32, 3)
-QUICK = Size((4, 16), (1, 8), 3.0, 16, 1)
+FULL = Size((1, 2, 4, 8, 16), (1, 2, 4, 8), 6.0, 24, 3)
+QUICK = Size((4, 16), (4, 8), 2.0, 8, 1)
 
 
 def cell(rig: Rig, pipe: Coordinator, task: Task, part: str, speculation: Speculation) -> Cell:

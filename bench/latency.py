@@ -41,7 +41,7 @@ class Size:
 
 
 FULL = Size((0, 10, 25, 50, 100, 150), 3, 32, 128)
-QUICK = Size((0, 100), 1, 16, 24)
+QUICK = Size((0, 100), 1, 8, 16)
 
 
 async def settled(rig: Rig, way: Callable[[], Awaitable[Row]], delay: float) -> Row:
