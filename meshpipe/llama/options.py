@@ -9,11 +9,12 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
-from attrs import field, frozen, validators
+from attrs import Attribute, field, frozen
 
 from meshpipe.errors import EngineError, ModelError, UsageError
 from meshpipe.llama import bindings
@@ -25,6 +26,19 @@ _ROPE_SCALING = {"none": 0, "linear": 1, "yarn": 2, "longrope": 3}
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}
 # llama_load_mode by (mmap, mlock)
 _LOAD_MODES = {(False, False): 0, (True, False): 1, (False, True): 2, (True, True): 3}
+
+
+def _one_of(allowed: Mapping[str, int]) -> Callable[[Any, Attribute[Any], Any], None]:
+    def check(_: Any, option: Attribute[Any], value: Any) -> None:
+        if value not in allowed and value is not option.default:
+            raise UsageError(f"{option.name} is {value!r}; it must be one of {', '.join(allowed)}")
+
+    return check
+
+
+def _batch(_: Any, option: Attribute[Any], value: Any) -> None:
+    if value < 2:
+        raise UsageError(f"{option.name} is {value}; it must be at least 2")
 
 
 @frozen
@@ -40,15 +54,13 @@ class EngineOptions:
     n_gpu_layers: int | None = None
     devices: tuple[str, ...] | None = None
     main_gpu: int | None = None
-    split_mode: str | None = field(default=None, validator=validators.optional(validators.in_(_SPLIT_MODES)))
+    split_mode: str | None = field(default=None, validator=_one_of(_SPLIT_MODES))
     tensor_split: tuple[float, ...] | None = None
     mmap: bool = True
     mlock: bool = False
-    cache_type_k: str = field(default="f16", validator=validators.in_(CACHE_TYPES))
-    cache_type_v: str = field(default="f16", validator=validators.in_(CACHE_TYPES))
-    rope_scaling: str | None = field(
-        default=None, validator=validators.optional(validators.in_(_ROPE_SCALING))
-    )
+    cache_type_k: str = field(default="f16", validator=_one_of(CACHE_TYPES))
+    cache_type_v: str = field(default="f16", validator=_one_of(CACHE_TYPES))
+    rope_scaling: str | None = field(default=None, validator=_one_of(_ROPE_SCALING))
     rope_freq_base: float | None = None
     rope_freq_scale: float | None = None
     yarn_orig_ctx: int | None = None
@@ -58,7 +70,7 @@ class EngineOptions:
     yarn_beta_slow: float | None = None
     offload_kqv: bool | None = None
     op_offload: bool | None = None
-    batch: int = field(default=512, validator=validators.ge(2))
+    batch: int = field(default=512, validator=_batch)
     repack: bool = False
 
     @property
