@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,9 @@ from meshpipe.errors import (
     StageLostError,
     UsageError,
 )
+from meshpipe.llama.options import EngineOptions
 from meshpipe.llama.sampling import check
+from meshpipe.llama.vocabulary import Vocabulary
 from meshpipe.messages import Hello, OpenSession, Reply, SessionFailed, SessionOpened, StageDescriptor, Window
 from meshpipe.pipeline import remote
 from meshpipe.pipeline.runner import Job, Result, SimulatedRunner
@@ -368,3 +371,30 @@ class Jammed:
 
     def try_send(self, message: object) -> bool:
         return not self.jammed and self.to.try_send(message)
+
+
+def test_options_of_the_engine_are_named_when_they_are_wrong() -> None:
+    for name, value in [
+        ("batch", 1),
+        ("cache_type_k", "q3"),
+        ("split_mode", "diagonal"),
+        ("rope_scaling", ""),
+    ]:
+        with pytest.raises(UsageError, match=name):
+            EngineOptions(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_vocabulary_survives_misuse(smollm2: Path) -> None:
+    vocabulary = Vocabulary(smollm2)
+    with pytest.raises(UsageError, match="not valid Unicode"):
+        vocabulary.tokenize("a\udcffb")
+    vocabulary.close()
+    vocabulary.close()
+    for use in (
+        lambda: vocabulary.tokenize("a"),
+        lambda: vocabulary.piece(1),
+        lambda: vocabulary.chat_template,
+        lambda: vocabulary.render_chat([]),
+    ):
+        with pytest.raises(UsageError, match="closed"):
+            use()

@@ -20,18 +20,34 @@ class Vocabulary:
 
     def __init__(self, path: str | Path) -> None:
         self._model = EngineOptions().load(Path(path), vocab_only=True)
-        self._vocab = llama_cpp.llama_model_get_vocab(self._model)
-        self.size: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
-        if llama_cpp.llama_vocab_type(self._vocab) == 0:
+        vocab = self._vocab
+        self.size: int = llama_cpp.llama_vocab_n_tokens(vocab)
+        if llama_cpp.llama_vocab_type(vocab) == 0:
             self.close()
             raise ModelError(f"{path} has no vocabulary: give the model, or a slice that starts at layer 0")
         self.end_tokens = frozenset(
-            token for token in range(self.size) if llama_cpp.llama_vocab_is_eog(self._vocab, token)
+            token for token in range(self.size) if llama_cpp.llama_vocab_is_eog(vocab, token)
         )
 
+    @property
+    def _open_model(self) -> Any:
+        if not self._model:
+            raise UsageError("this vocabulary is closed")
+        return self._model
+
+    @property
+    def _vocab(self) -> Any:
+        return llama_cpp.llama_model_get_vocab(self._open_model)
+
     def tokenize(self, text: str, *, special: bool = True, start: bool = True) -> tuple[int, ...]:
-        """Token ids of `text`; `special` parses markers like `<|im_end|>`, `start` adds the model's own BOS."""
-        data = text.encode()
+        """Token ids of `text`; `special` parses markers like `<|im_end|>`, `start` adds the model's own BOS.
+
+        Raises UsageError for text that is no Unicode.
+        """
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"the text is not valid Unicode: {error}") from None
         room = len(data) + 16
         tokens = (ctypes.c_int32 * room)()
         count = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, room, start, special)
@@ -60,8 +76,8 @@ class Vocabulary:
     @property
     def chat_template(self) -> str | None:
         """The model's Jinja chat template."""
-        template = llama_cpp.llama_model_chat_template(self._model, None)
-        return template.decode() if template else None
+        template = llama_cpp.llama_model_chat_template(self._open_model, None)
+        return template.decode("utf-8", "replace") if template else None
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **extra: Any) -> str:
         """The prompt of a conversation, by the model's template, up to where the assistant speaks.
@@ -71,12 +87,10 @@ class Vocabulary:
         template = self.chat_template
         if template is None:
             raise UsageError("this model carries no chat template: send a plain prompt")
-        formatter = Jinja2ChatFormatter(
-            template=template,
-            eos_token=self._special(llama_cpp.llama_vocab_eos(self._vocab)),
-            bos_token=self._special(llama_cpp.llama_vocab_bos(self._vocab)),
-        )
+        eos = self._special(llama_cpp.llama_vocab_eos(self._vocab))
+        bos = self._special(llama_cpp.llama_vocab_bos(self._vocab))
         try:
+            formatter = Jinja2ChatFormatter(template=template, eos_token=eos, bos_token=bos)
             return str(formatter(messages=list(messages), **extra).prompt)
         except Exception as error:
             raise UsageError(f"the model's chat template refused the messages: {error}") from error
