@@ -12,9 +12,10 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[dev,demo,bench]'
-	# A wheel in pip's cache may come from a build with other flags.
-	ls $(VENV)/lib/python*/site-packages/llama_cpp/lib/libggml-rpc.* >/dev/null 2>&1 || \
-	  $(BIN)/pip install -q --disable-pip-version-check --force-reinstall --no-cache-dir --no-deps 'llama-cpp-python>=0.3.36,<0.4'
+	# A wheel in pip's cache may come from a build with other flags: then it makes room for one with ours.
+	ls $(VENV)/lib/python*/site-packages/llama_cpp/lib/libggml-rpc.* >/dev/null 2>&1 || { \
+	  $(BIN)/pip cache remove -q llama_cpp_python; \
+	  $(BIN)/pip install -q --disable-pip-version-check --force-reinstall --no-deps 'llama-cpp-python>=0.3.36,<0.4'; }
 	touch $@
 
 demo: setup
