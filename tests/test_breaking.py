@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from meshpipe.llama.sampling import check
 from meshpipe.llama.vocabulary import Vocabulary
 from meshpipe.messages import Hello, OpenSession, Reply, SessionFailed, SessionOpened, StageDescriptor, Window
 from meshpipe.pipeline import remote
+from meshpipe.pipeline.remote import open_remote
 from meshpipe.pipeline.runner import Job, Result, SimulatedRunner
 from meshpipe.pipeline.stage import Arrival, Route, RouteLost, Sender, Stage, stage_mailbox
 from meshpipe.wire import OPEN, Address
@@ -398,3 +399,18 @@ def test_a_vocabulary_survives_misuse(smollm2: Path) -> None:
     ):
         with pytest.raises(UsageError, match="closed"):
             use()
+
+
+async def test_a_vocabulary_of_another_model_is_refused() -> None:
+    async with mesh(1, n_vocab=VOCABULARY + 1) as m:
+        with pytest.raises(HandshakeError, match="1000 tokens, the model of the stages 1001"):
+            async with joined(m.topology):
+                pass
+
+
+async def test_a_vocabulary_that_was_given_stays_open(smollm2: Path) -> None:
+    with closing(Vocabulary(smollm2)) as vocabulary:
+        async with mesh(1, n_vocab=vocabulary.size) as m:
+            for _ in range(2):
+                async with open_remote(m.topology, vocabulary) as pipeline:
+                    assert pipeline.vocabulary.tokenize("a")

@@ -153,9 +153,10 @@ async def open_remote(
 ) -> AsyncIterator[Coordinator]:
     """Joins stages that are running already; `topology` is read from a file if it is a path.
 
-    `vocabulary` is a tokenizer, or the file that has it (the model, or a slice from layer 0); without it the
-    topology's `model` is that file. `lanes` and `context` are the least that every stage must have. `direct`
-    False leaves the direct return stream out; a reverse one is awaited on `listen_host` (None: not at all).
+    `vocabulary` is a tokenizer, which stays open, or the file that has one (the model, or a slice from layer 0);
+    without it the topology's `model` is that file. `lanes` and `context` are the least that every stage must
+    have. `direct` False leaves the direct return stream out; a reverse one is awaited on `listen_host` (None:
+    not at all).
 
     Raises StageLostError for a stage that cannot be reached, HandshakeError naming what does not agree, and
     UsageError when no file with the vocabulary is known.
@@ -176,8 +177,9 @@ async def open_remote(
         context=context,
         activation=topology.activation,
     )
+    opened: Vocabulary | None = None
     if isinstance(source, (str, Path)):
-        source = await trio.to_thread.run_sync(Vocabulary, source)
+        source = opened = await trio.to_thread.run_sync(Vocabulary, source)
     try:
         async with AsyncExitStack() as connections, owned_nursery() as nursery:
             sink = ReturnSink()
@@ -186,6 +188,11 @@ async def open_remote(
             connections.push_async_callback(control.aclose)
             descriptors = answer.descriptors
             _check_route(places, descriptors)
+            if source.size != descriptors[0].n_vocab:
+                raise HandshakeError(
+                    f"the vocabulary has {source.size} tokens, the model of the stages {descriptors[0].n_vocab}: "
+                    "name the model that they serve"
+                )
             first = Link(f"{pipeline} first", sink, data, control, accepts=UPWARD)
             back = ReturnRoute(
                 pipeline,
@@ -222,7 +229,8 @@ async def open_remote(
             yield coordinator
             first.close()
     finally:
-        source.close()
+        if opened is not None:
+            opened.close()
 
 
 async def _carry_first(first: Link, coordinator: Coordinator) -> None:
