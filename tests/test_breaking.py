@@ -26,6 +26,7 @@ from meshpipe.errors import (
     StageLostError,
     UsageError,
 )
+from meshpipe.llama import tap
 from meshpipe.llama.options import EngineOptions
 from meshpipe.llama.sampling import check
 from meshpipe.llama.vocabulary import Vocabulary
@@ -414,3 +415,15 @@ async def test_a_vocabulary_that_was_given_stays_open(smollm2: Path) -> None:
             for _ in range(2):
                 async with open_remote(m.topology, vocabulary) as pipeline:
                     assert pipeline.vocabulary.tokenize("a")
+
+
+def test_a_tap_that_does_not_load_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if tap.compiled.__wrapped__() is None:
+        pytest.skip("no C compiler here")
+    (library,) = (tmp_path / "meshpipe" / "tap").glob("*.so")
+    broken = tmp_path / "elsewhere" / "meshpipe" / "tap" / library.name
+    broken.parent.mkdir(parents=True)
+    broken.write_bytes(b"not a library")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    assert tap.compiled.__wrapped__() is None

@@ -68,7 +68,11 @@ def compiled() -> ctypes.CDLL | None:
         except (OSError, subprocess.SubprocessError) as error:
             bindings.logger.info("the tap does not compile (%s): tapping activations from Python", error)
             return None
-    return ctypes.CDLL(str(library))
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:  # a cache on a disk that allows no code, or of a machine with other libraries
+        bindings.logger.info("the tap does not load (%s): tapping activations from Python", error)
+        return None
 
 
 def abort_callback() -> Any:
