@@ -34,6 +34,8 @@ from meshpipe.messages import Hello, OpenSession, Reply, SessionFailed, SessionO
 from meshpipe.pipeline import remote
 from meshpipe.pipeline.remote import open_remote
 from meshpipe.pipeline.runner import Job, Result, SimulatedRunner
+from meshpipe.pipeline.session import session_mailbox
+from meshpipe.pipeline.sink import ReturnSink
 from meshpipe.pipeline.stage import Arrival, Route, RouteLost, Sender, Stage, stage_mailbox
 from meshpipe.wire import OPEN, Address
 from meshpipe.wire.endpoints import connect, connect_link
@@ -427,3 +429,12 @@ def test_a_tap_that_does_not_load_is_done_without(tmp_path: Path, monkeypatch: p
     broken.write_bytes(b"not a library")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     assert tap.compiled.__wrapped__() is None
+
+
+async def test_a_session_that_has_ended_keeps_no_news_from_the_others() -> None:
+    sink, boxes = ReturnSink(), [session_mailbox(), session_mailbox()]
+    for number, box in enumerate(boxes):
+        sink.register(number, box.ref)
+    boxes[0].close("ended")
+    assert sink.try_send(SessionFailed(None, 0, "gone"))
+    assert boxes[1].take("control") == [SessionFailed(None, 0, "gone")]

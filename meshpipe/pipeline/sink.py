@@ -44,12 +44,13 @@ class ReturnSink:
 
     def try_send(self, message: object) -> bool:
         """See `Sender.try_send`."""
-        try:
-            sent = [ref.try_send(message) for ref in self._claimants(message)]  # type: ignore[arg-type]
-            return all(sent)
-        except ActorGoneError:
-            self.unclaimed += 1
-            return True
+        room = True
+        for ref in self._claimants(message):
+            try:
+                room = ref.try_send(message) and room  # type: ignore[arg-type]
+            except ActorGoneError:
+                self.unclaimed += 1
+        return room
 
     def _claimants(self, message: object) -> list[Ref[SessionMessage]]:
         if not isinstance(message, (Reply, Progress, SessionOpened, SessionFailed)):
