@@ -1,16 +1,16 @@
 """Many sessions at once, two stages 100 ms apart, with and without speculation.
 
-A closed loop: as many sessions as the stages have lanes, each of which takes the next prompt when its last answer
-is done. `decode_tps` is what all of them commit a second, prompts included, in a fixed time that begins when each
-has begun to answer; the gaps between an answer's commits, spread over the tokens of a commit, are its `itl_p50_ms`
-and `itl_p99_ms`. Prompts are mixed: a quarter draftable, a quarter greedy, half sampled.
+As many sessions as the stages have lanes, each with an answer that is too long to end. `decode_tps` is what all of
+them commit a second in a fixed time that begins when each has begun to answer, so that no prompt is processed in it
+(prompts cost the same with and without speculation, and an answer that goes faster would only bring the next prompt
+sooner). The gaps between a session's commits, spread over the tokens of a commit, are `itl_p50_ms` and `itl_p99_ms`.
+Prompts are mixed: a quarter draftable, a quarter greedy, half sampled.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from attrs import define, field
 from bench import measure, prompts, report
 from bench.measure import OFF, Cell, Row, Task
 from bench.rig import Rig, Stages, open_rig
-from meshpipe import Coordinator, Report, Speculation
+from meshpipe import Coordinator, Generation, Report, Speculation
 
 DELAY = 100
-ANSWER = 64  # tokens
+ANSWER = 1024  # tokens, at most
+CONTEXT = 2048
 MODES = {"serial": OFF, "n-gram": Speculation()}
 COLUMNS = (
     "sessions", "contender", "decode_tps", "decode_tps_low", "decode_tps_high", "itl_p50_ms", "itl_p99_ms", "tokens",
@@ -33,76 +34,68 @@ COLUMNS = (
 
 
 @define
-class Loop:
+class Crowd:
     """What the sessions of one run did."""
 
     pipe: Coordinator
     speculation: Speculation
-    tasks: Iterator[Task]
-    begun: int = 0  # sessions that have committed something
+    silent: int  # sessions that have not committed anything yet
     all_begun: trio.Event = field(factory=trio.Event)
     over: trio.Event = field(factory=trio.Event)
-    commits: list[list[tuple[float, int]]] = field(factory=list)  # of every answer: when, how many tokens
+    commits: list[list[tuple[float, int]]] = field(factory=list)  # of every session: when, how many tokens
     outputs: list[tuple[Task, list[int]]] = field(factory=list)
     reports: list[Report] = field(factory=list)
 
-    async def session(self, sessions: int) -> None:
-        """Answers one prompt after the other until the run is over."""
-        silent = True
-        while not self.over.is_set():
-            task = next(self.tasks)
-            commits: list[tuple[float, int]] = []
-            self.commits.append(commits)
-            tokens: list[int] = []
-            self.outputs.append((task, tokens))
-            async with (
-                self.pipe.generate(
-                    task.tokens,
-                    max_tokens=task.count,
-                    sampling=task.sampling(),
-                    speculation=self.speculation,
-                    ignore_end=True,
-                    reuse=False,
-                ) as generation,
-                trio.open_nursery() as nursery,
-            ):
-                nursery.start_soon(self._cancel_when_over, generation.cancel)
-                async for piece in generation:
-                    if piece.tokens:
-                        if silent:
-                            silent = False
-                            self._begin(sessions)
-                        commits.append((trio.current_time(), len(piece.tokens)))
-                        tokens += piece.tokens
-                    if piece.report is not None:
-                        self.reports.append(piece.report)
-                nursery.cancel_scope.cancel()
+    async def session(self, task: Task) -> None:
+        """Answers until the run is over."""
+        commits: list[tuple[float, int]] = []
+        tokens: list[int] = []
+        self.commits.append(commits)
+        self.outputs.append((task, tokens))
+        async with (
+            self.pipe.generate(
+                task.tokens,
+                max_tokens=task.count,
+                sampling=task.sampling(),
+                speculation=self.speculation,
+                ignore_end=True,
+                reuse=False,
+            ) as generation,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(self._cancel_when_over, generation)
+            async for piece in generation:
+                if piece.tokens:
+                    if not commits:
+                        self._has_begun()
+                    commits.append((trio.current_time(), len(piece.tokens)))
+                    tokens += piece.tokens
+                if piece.report is not None:
+                    self.reports.append(piece.report)
+            nursery.cancel_scope.cancel()
 
-    async def _cancel_when_over(self, cancel: Any) -> None:
+    async def _cancel_when_over(self, generation: Generation) -> None:
         await self.over.wait()
-        cancel()
+        generation.cancel()
 
-    def _begin(self, sessions: int) -> None:
-        self.begun += 1
-        if self.begun == sessions:
+    def _has_begun(self) -> None:
+        self.silent -= 1
+        if not self.silent:
             self.all_begun.set()
 
 
 async def once(rig: Rig, pipe: Coordinator, sessions: int, speculation: Speculation, seconds: float) -> Row:
-    """One run of the closed loop."""
-    tasks = (
-        prompts.mixed(rig.vocabulary, number, ANSWER) for number in itertools.cycle(range(prompts.MIXED))
-    )
-    loop = Loop(pipe, speculation, tasks)
+    """One run."""
+    crowd = Crowd(pipe, speculation, sessions)
     async with trio.open_nursery() as nursery:
-        for _ in range(sessions):
-            nursery.start_soon(loop.session, sessions)
-        await loop.all_begun.wait()
+        for number in range(sessions):
+            nursery.start_soon(crowd.session, prompts.mixed(rig.vocabulary, number, ANSWER))
+        await crowd.all_begun.wait()
         began = trio.current_time()
         await trio.sleep(seconds)
         ended = trio.current_time()
-        loop.over.set()
-    counted = [[(at, count) for at, count in commits if began < at <= ended] for commits in loop.commits]
+        crowd.over.set()
+    counted = [[(at, count) for at, count in commits if began < at <= ended] for commits in crowd.commits]
     tokens = sum(count for commits in counted for _, count in commits)
     gaps = sorted(
         (at - before) / count * 1e3
@@ -110,22 +103,22 @@ async def once(rig: Rig, pipe: Coordinator, sessions: int, speculation: Speculat
         for (before, _), (at, count) in itertools.pairwise(commits)
         for _ in range(count)
     )
-    judged = sum(source.judged for done in loop.reports for source in done.sources.values())
-    accepted = sum(source.accepted for done in loop.reports for source in done.sources.values())
-    exact = [await task.is_exact(rig, output) for task, output in loop.outputs if output]
+    judged = sum(source.judged for done in crowd.reports for source in done.sources.values())
+    accepted = sum(source.accepted for done in crowd.reports for source in done.sources.values())
+    exact = [await task.is_exact(rig, output) for task, output in crowd.outputs if output]
     return {
         "tokens": tokens,
         "decode_tps": tokens / (ended - began),
         "tpot_ms": (ended - began) * 1e3 * sessions / tokens,
-        "ttft_ms": statistics.median(done.ttft for done in loop.reports) * 1e3,
+        "ttft_ms": statistics.median(done.ttft for done in crowd.reports) * 1e3,
         "itl_p50_ms": gaps[len(gaps) // 2],
         "itl_p99_ms": gaps[len(gaps) * 99 // 100],
-        "stale_tokens": sum(done.stale_tokens for done in loop.reports),
-        "stale_windows": sum(done.stale_windows for done in loop.reports),
+        "stale_tokens": sum(done.stale_tokens for done in crowd.reports),
+        "stale_windows": sum(done.stale_windows for done in crowd.reports),
         "acceptance": accepted / judged if judged else None,
-        "occupancy": statistics.mean(done.occupancy for done in loop.reports),
-        "depth": statistics.mean(done.depth[0] for done in loop.reports),
-        "width": statistics.mean(done.width[0] for done in loop.reports),
+        "occupancy": statistics.mean(done.occupancy for done in crowd.reports),
+        "depth": statistics.mean(done.depth[0] for done in crowd.reports),
+        "width": statistics.mean(done.width[0] for done in crowd.reports),
         "exact": all(exact),
         "load": measure.load(),
     }
@@ -134,12 +127,9 @@ async def once(rig: Rig, pipe: Coordinator, sessions: int, speculation: Speculat
 async def run(counts: tuple[int, ...], seconds: float, repetitions: int) -> tuple[list[Row], list[Row]]:
     """Rows and figures."""
     async with open_rig() as rig:
-        for number in range(prompts.MIXED):  # references first: making them would take the cores from a run
-            task = prompts.mixed(rig.vocabulary, number, ANSWER)
-            await rig.reference(task.tokens, task.count, task.temperature, task.seed)
         opened: dict[int, tuple[Stages, Coordinator]] = {}
         for count in counts:
-            stages = await rig.stages("0,15,30", lanes=count, context=1024)
+            stages = await rig.stages("0,15,30", lanes=count, context=CONTEXT)
             opened[count] = (stages, await rig.pipeline(stages, DELAY))
         cells = [
             Cell(

@@ -13,7 +13,6 @@ from meshpipe.llama.vocabulary import Vocabulary
 
 DRAFTABLE = PASSAGES["table"] * 2
 LONGEST = 1024
-MIXED = 32  # different prompts of the mix
 
 
 def draftable(vocabulary: Vocabulary, count: int = LONGEST) -> Task:
@@ -27,7 +26,7 @@ def novel(vocabulary: Vocabulary, count: int, question: int = 0) -> Task:
 
 
 def mixed(vocabulary: Vocabulary, number: int, count: int) -> Task:
-    """Number 0 to 31 of the mix: every fourth one draftable, one greedy (it soon repeats itself), two sampled."""
+    """Every fourth one draftable, one greedy (it soon repeats itself), two sampled."""
     if number % 4 == 0:
         passage = list(PASSAGES.values())[number // 4 % len(PASSAGES)]
         return Task("mixed", vocabulary.tokenize(passage * 2), count)
