@@ -78,7 +78,7 @@ class Lonely:
     def __init__(self, error: Exception | None = None) -> None:
         descriptor = StageDescriptor("sim", (0, 1), 1, 8, VOCABULARY, 4, 4096, COST)
         self.mailbox = stage_mailbox()
-        self.stage = Stage(self.mailbox, 0, Broken(descriptor, 666, error or EngineError("no")))
+        self.stage = Stage(self.mailbox, Broken(descriptor, 666, error or EngineError("no")))
 
     def route(self) -> tuple[Route, Heard, Callable[[Any], None]]:
         heard = Heard()

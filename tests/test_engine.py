@@ -30,8 +30,7 @@ class Chain:
     def __init__(self, model: Path, cuts: Sequence[int], **engine: object) -> None:
         bounds = [0, *cuts, 30]
         self.stages = [
-            StageEngine(slice_model(model, a, b), **{"context": 1024, **engine})
-            for a, b in pairwise(bounds)
+            StageEngine(slice_model(model, a, b), **{"context": 1024, **engine}) for a, b in pairwise(bounds)
         ]
 
     def run(self, spans: Sequence[tuple[int, int, Sequence[int]]], wanted: int | None = None) -> list[Rows]:

@@ -224,6 +224,7 @@ async def test_200_sessions_leave_nothing_behind() -> None:
         ("model = 3\n[[stages]]\naddress='a:1'", "'model' must be text"),
         ("[[stages]]\nadress='a:1'", "unknown key 'adress'; known: address"),
         ("[[stages]]\naddress='a:1'\nlayers='15-30'", "must look like 15:30"),
+        ("[[stages]]\naddress='a:1'\nlayers='¹:²'", "must look like 15:30"),
         ("speed = 1", "unknown key 'speed'"),
         ("activation = 'int4'\n[[stages]]\naddress='a:1'", "allowed: float32"),
         ("[[stages", "not valid TOML"),

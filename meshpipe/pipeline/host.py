@@ -21,6 +21,7 @@ from meshpipe.actors import supervise
 from meshpipe.actors.scope import owned_nursery
 from meshpipe.errors import ActorGoneError, HandshakeError, MeshpipeError, StageLostError
 from meshpipe.messages import (
+    WINDOWS,
     CloseSession,
     Discard,
     Hello,
@@ -35,7 +36,7 @@ from meshpipe.pipeline.stage import UPWARD, Inlet, Nothing, Route, RouteLost, Se
 from meshpipe.wire.conditions import Conditions
 from meshpipe.wire.endpoints import STEADY, Address, Call, connect, connect_link, serve
 from meshpipe.wire.handshake import check_hello
-from meshpipe.wire.link import Link
+from meshpipe.wire.link import BOUNDS, Link
 from meshpipe.wire.security import OPEN, Security
 
 log = logging.getLogger("meshpipe.host")
@@ -103,7 +104,7 @@ class StageHost:
         self.conditions_upward = conditions_upward
         self.draining = False
         self._mailbox = stage_mailbox()
-        self.stage = Stage(self._mailbox, 0, runner)
+        self.stage = Stage(self._mailbox, runner)
         self._routes: dict[str, WayBack] = {}
 
     @property
@@ -154,7 +155,6 @@ class StageHost:
                 f"the route ends at layer {descriptor.layers[1]} of {descriptor.layer_count}: add the stage that "
                 f"starts there"
             )
-        self.stage.index = hello.stage
         down: Link | None = None
         later: tuple[StageDescriptor, ...] = ()
         name = f"{hello.pipeline}/{hello.stage}"
@@ -177,8 +177,17 @@ class StageHost:
                 stack.push_async_callback(data.aclose)
                 stack.push_async_callback(control.aclose)
                 later = answer.descriptors
-                down = Link(f"{name} down", up.ref, data, control, accepts=UPWARD, conditions=self.conditions)
-            route = Route(down.ref if down is not None else None, back)
+                down = Link(
+                    f"{name} down",
+                    up.ref,
+                    data,
+                    control,
+                    # Room for what all lanes may have waiting: a stage that waits for room runs nothing.
+                    bounds={**BOUNDS, WINDOWS: max(BOUNDS[WINDOWS], 2 * descriptor.lanes)},
+                    accepts=UPWARD,
+                    conditions=self.conditions,
+                )
+            route = Route(down.ref if down is not None else None, back, hello.stage)
 
             async def open_return(address: str) -> None:
                 if down is not None:

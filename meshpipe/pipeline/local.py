@@ -37,10 +37,7 @@ def join_stages(
     With `conditions`, neighbours are joined by links that suffer them, and so is the return from the last stage.
     """
     mailboxes = [stage_mailbox() for _ in runners]
-    stages = [
-        Stage(mailbox, index, runner)
-        for index, (mailbox, runner) in enumerate(zip(mailboxes, runners, strict=True))
-    ]
+    stages = [Stage(mailbox, runner) for mailbox, runner in zip(mailboxes, runners, strict=True)]
     for mailbox, stage in zip(mailboxes, stages, strict=True):
         nursery.start_soon(supervise, mailbox, lambda _, stage=stage: stage)
     last = len(stages) - 1
@@ -49,7 +46,7 @@ def join_stages(
         way_back = _linked(nursery, "return", sink, Nothing(), conditions)
     downstream: Sender | None = None
     for index in reversed(range(len(stages))):
-        inlet = Inlet(mailboxes[index], Route(downstream, way_back if index == last else sink))
+        inlet = Inlet(mailboxes[index], Route(downstream, way_back if index == last else sink, index))
         downstream = inlet
         if conditions is not None and index > 0:
             downstream = _linked(nursery, f"{index - 1}-{index}", inlet, Nothing(), conditions)

@@ -292,7 +292,14 @@ async def open_spawned(
                 command += ["--conditions", _conditions_text(conditions)]
                 command += ["--conditions-upward", _conditions_text(conditions)] if index else []
             process: trio.Process = await nursery.start(
-                partial(trio.run_process, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, check=False)
+                partial(
+                    trio.run_process,
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    check=False,
+                    start_new_session=True,  # Ctrl-C is for the parent, whose end they notice
+                )
             )
             children[index] = process
             with trio.move_on_after(ready_deadline) as scope:

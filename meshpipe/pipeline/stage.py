@@ -68,11 +68,13 @@ class Sender(Protocol):
 class Route:
     """One coordinator's path through this stage: the next stage (None at the last), and the way back.
 
-    `lost` from when its coordinator is gone: what is still queued of it opens no session any more.
+    `index` is the stage's place on it. `lost` from when its coordinator is gone: what is still queued of it opens
+    no session any more.
     """
 
     downstream: Sender | None
     back: Sender
+    index: int = 0
     lost: bool = False
 
 
@@ -222,11 +224,10 @@ class StageCounters:
 
 
 class Stage(Actor[StageMessage]):
-    """Runs windows; see the top of this file. `index` is its place in the split."""
+    """Runs windows; see the top of this file."""
 
-    def __init__(self, mailbox: Mailbox[StageMessage], index: int, runner: Runner) -> None:
+    def __init__(self, mailbox: Mailbox[StageMessage], runner: Runner) -> None:
         super().__init__(mailbox)
-        self.index = index
         self.counters = StageCounters()
         self._runner = runner
         self._cost = CostCurve(runner.descriptor.cost or ((1, 1.0), (2, 2.0)))
@@ -483,7 +484,7 @@ class Stage(Actor[StageMessage]):
             if queued.is_stale:
                 self.counters.rows_run_in_vain += window.width
                 continue
-            timing = Timing(self.index, began - queued.at, service, rows)
+            timing = Timing(session.route.index, began - queued.at, service, rows)
             timings = (*window.timings, timing)
             if not self._is_last:
                 assert session.route.downstream is not None
@@ -514,15 +515,15 @@ class Stage(Actor[StageMessage]):
         try:
             await to.send(message)
         except ActorGoneError:
-            log.debug("stage %d: no one takes %s any more", self.index, type(message).__name__)
+            log.debug("no one takes %s any more", type(message).__name__)
 
     async def _fail_session(self, session: _Session, reason: str) -> None:
         self._forget(session)
         await self._fail(session.route, session.number, reason)
 
     async def _fail(self, route: Route, session: int, reason: str) -> None:
-        log.warning("stage %d: session %d failed: %s", self.index, session, reason)
-        await self._send(route.back, SessionFailed(session, self.index, reason))
+        log.warning("stage %d: session %d failed: %s", route.index, session, reason)
+        await self._send(route.back, SessionFailed(session, route.index, reason))
 
     def _count_dropped(self, window: Window) -> None:
         self.counters.windows_dropped += 1

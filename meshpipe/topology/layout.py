@@ -97,7 +97,7 @@ def _stage(path: Path, number: int, stage: Any) -> StagePlace:
 def parse_layers(text: str) -> tuple[int, int]:
     """`"15:30"` as (15, 30). Raises UsageError."""
     start, colon, stop = text.partition(":")
-    if not (colon and start.isdigit() and stop.isdigit() and int(start) < int(stop)):
+    if not (colon and start.isdecimal() and stop.isdecimal() and int(start) < int(stop)):
         raise UsageError(f"layers must look like 15:30, first layer and the one after the last, not {text!r}")
     return int(start), int(stop)
 
