@@ -172,12 +172,18 @@ class Session(Actor[SessionMessage]):
             await self._leave()
 
     async def _handle_next(self) -> None:
-        """Takes all that has come, so that the windows that follow know of every reply."""
-        with trio.move_on_after(self._around.stall_deadline) as scope:
+        """Takes all that has come, so that the windows that follow know of every reply.
+
+        Silence is a hang only beyond what the stages' own measured speed explains: `stall_deadline` and ten times
+        the latency of the widest window.
+        """
+        patience = self._around.stall_deadline
+        patience += 10 * self._around.pipe.latency(self._ledger.limits.prefill_width)
+        with trio.move_on_after(patience) as scope:
             await self.mailbox.wait()
         if scope.cancelled_caught:
             raise StageLostError(
-                f"session {self._ledger.session}: no reply for {self._around.stall_deadline:g} s with "
+                f"session {self._ledger.session}: no reply for {patience:.0f} s with "
                 f"{len(self._sent)} windows in flight; a stage or a link hangs"
             )
         for message in (*self.mailbox.take("control"), *self.mailbox.take("replies")):
