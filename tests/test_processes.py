@@ -178,8 +178,9 @@ async def test_a_stage_holds_its_share_of_the_memory(smollm2: Path, split: str) 
 
 
 def children(of: int) -> list[int]:
-    path = Path(f"/proc/{of}/task/{of}/children")
-    return [int(pid) for pid in path.read_text().split()] if path.exists() else []
+    """Children that any thread of the process has started."""
+    lists = Path(f"/proc/{of}/task").glob("*/children")
+    return [int(pid) for found in lists for pid in found.read_text().split()]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads children from /proc")
@@ -198,10 +199,13 @@ async def test_children_end_when_the_parent_is_killed(smollm2: Path) -> None:
     assert process.stdout is not None
     with trio.fail_after(60):
         assert (await process.stdout.receive_some()).startswith(b"open")
-    stages = children(process.pid)
-    assert len(stages) == 2
-    process.send_signal(signal.SIGKILL)
-    await process.wait()
+    try:
+        stages = children(process.pid)
+        assert len(stages) == 2
+    finally:
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+        await process.stdout.aclose()
     with trio.fail_after(20):
         while any(_runs(pid) for pid in stages):  # noqa: ASYNC110
             await trio.sleep(0.05)
