@@ -12,6 +12,7 @@ import llama_cpp
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from meshpipe.errors import ModelError, UsageError
+from meshpipe.llama.gguf import read_header
 from meshpipe.llama.options import EngineOptions
 
 
@@ -19,6 +20,7 @@ class Vocabulary:
     """The tokenizer of a model file or of a first stage's slice; loads no weights. Not thread-safe."""
 
     def __init__(self, path: str | Path) -> None:
+        read_header(path)  # says in one line what is wrong with a file
         self._model = EngineOptions().load(Path(path), vocab_only=True)
         vocab = self._vocab
         self.size: int = llama_cpp.llama_vocab_n_tokens(vocab)

@@ -100,7 +100,7 @@ def check_listen(host: str, security: Security, insecure: bool = False) -> None:
     if not (insecure or is_loopback(host) or security.key is not None or security.server is not None):
         raise UsageError(
             f"refusing to listen on {host or 'all interfaces'} with neither TLS nor a shared key: anyone who"
-            " reaches the port could use this machine; give one of them, listen on loopback, or insist (insecure)"
+            " reaches the port could use this machine; give one of them, listen on loopback, or insist (--insecure)"
         )
 
 
