@@ -41,12 +41,15 @@ class OpenSession:
     """Opens a session on a lane, at every stage in turn; travels in order with the windows.
 
     `cached` positions of the lane's cache are kept from an earlier session that shared that prefix.
+    `hidden_from`: the last stage sends the hidden rows of confirmed positions from there on with its Reply and
+    Progress messages (for a proposer at the coordinator); None: it sends none.
     """
 
     session: int
     lane: int
     sampling: Sampling = Sampling()
     cached: tuple[int, ...] = ()
+    hidden_from: int | None = None
 
 
 @frozen
@@ -80,7 +83,8 @@ class Window:
     `number` counts the session's windows in dispatch order, over all epochs. `wanted` is how many of the last
     rows want a pick in the reply: the width for a verify window, 1 for the last prefill window, 0 for the
     other prefill windows (those get no reply at all). `rows` are the activations that enter the stage:
-    None on the way to the first stage, float32 (width, n_embd) afterwards.
+    None on the way to the first stage, float32 (width, n_embd) afterwards. `drafts` is how many tokens of
+    native MTP the reply may carry; a window with 0 does not feed MTP at all.
     """
 
     session: int
@@ -91,6 +95,7 @@ class Window:
     wanted: int
     rows: Rows | None = field(default=None, eq=False, repr=False)
     timings: tuple[Timing, ...] = ()
+    drafts: int = 0
 
     @property
     def width(self) -> int:
@@ -109,6 +114,11 @@ class Reply:
 
     `start` is the position of the first row that was wanted. May be shorter than `wanted` if its last token is
     the first that differs from the window (picking goes no further).
+
+    `drafts` are (token, probability) that native MTP expects after the last of `tokens`: `drafts[i]` is for
+    position `start + len(tokens) + 1 + i`. `hidden`, if the session asked for it: the trunk's rows before its
+    final norm, float32 (rows, n_embd), of confirmed positions up to the last pick's,
+    `start + len(tokens) - 1`; it may begin before `start` (the rows of a prefill window that wanted no pick).
     """
 
     session: int
@@ -117,14 +127,36 @@ class Reply:
     start: int
     tokens: tuple[int, ...]
     timings: tuple[Timing, ...] = ()
+    drafts: tuple[tuple[int, float], ...] = ()
+    hidden: Rows | None = field(default=None, eq=False, repr=False)
+
+    @property
+    def stop(self) -> int:
+        """The position after the last pick's row: that of the token which the last pick is."""
+        return self.start + len(self.tokens)
+
+    @property
+    def hidden_start(self) -> int:
+        """The position of the first row of `hidden`."""
+        return self.stop - (0 if self.hidden is None else len(self.hidden))
 
 
 @frozen
 class Progress:
-    """The last stage has run a window that wants no reply (prefill); paces the prefill windows that follow."""
+    """The last stage has run a window that wants no reply (prefill); paces the prefill windows that follow.
+
+    `stop` is the position after the window's last; `hidden` as in Reply, ending there.
+    """
 
     session: int
     number: int
+    stop: int = 0
+    hidden: Rows | None = field(default=None, eq=False, repr=False)
+
+    @property
+    def hidden_start(self) -> int:
+        """The position of the first row of `hidden`."""
+        return self.stop - (0 if self.hidden is None else len(self.hidden))
 
 
 @frozen
@@ -188,7 +220,8 @@ class StageDescriptor:
 
     `layers` is the half-open range [start, stop) of `layer_count`; `context` is tokens per lane; `cost` is the
     measured seconds of one decode by number of rows, ascending in rows; `exact` says that a row's bits were
-    seen not to depend on the rows it shares a decode with; `most_rows` bounds the rows of one decode.
+    seen not to depend on the rows it shares a decode with; `most_rows` bounds the rows of one decode. `mtp`
+    counts the NextN heads with which a last stage drafts; 0: it does not.
     """
 
     model_digest: str
@@ -201,9 +234,10 @@ class StageDescriptor:
     cost: tuple[tuple[int, float], ...] = ()
     exact: bool = True
     most_rows: int = 63
+    mtp: int = 0
 
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Rises with every change to the frames or messages that an older peer would misread."""
 
 

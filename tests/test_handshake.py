@@ -128,7 +128,7 @@ async def test_rows_of_another_width_are_refused_after_the_handshake() -> None:
             await data.receive()
         await data.aclose()
         await control.aclose()
-    assert errors == [f"a window's rows are {COLUMNS + 1} wide; this link carries rows of {COLUMNS}"]
+    assert errors == [f"the rows of a Window are {COLUMNS + 1} wide; this link carries rows of {COLUMNS}"]
 
 
 async def test_return_streams_are_one_connection_either_way_round() -> None:
@@ -203,7 +203,7 @@ async def converse(hello: Hello | None, key: bytes | None = None) -> str:
 
 async def test_versions_roles_and_first_words_are_checked() -> None:
     assert (await converse(evolve(HELLO, protocol=7))).startswith(
-        "protocol version: the caller has 7, this side 1"
+        "protocol version: the caller has 7, this side 2"
     )
     assert (await converse(evolve(HELLO, role="king"))).startswith(
         "role: the caller has 'king', this side knows data,"

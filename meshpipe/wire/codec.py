@@ -153,7 +153,7 @@ def decode(header: bytes, payload: np.ndarray[Any, Any]) -> Any:
         raise ProtocolError(f"{path}: expected {expected}, got {value}") from None
     shape = values.get(kind.rows) if kind.rows is not None else None
     if shape is not None and kind.rows is not None:
-        values[kind.rows] = _decode_payload(tag, payload, shape)
+        values[kind.rows] = _decode_payload(f"{tag}.{kind.rows}", payload, shape)
     elif payload.size:
         raise ProtocolError(f"{tag} carries no rows, yet {payload.size} bytes of payload came with it")
     message = kind.cls(**values)
@@ -162,16 +162,16 @@ def decode(header: bytes, payload: np.ndarray[Any, Any]) -> Any:
     return message
 
 
-def _decode_payload(tag: str, payload: np.ndarray[Any, Any], shape: tuple[str, int, int]) -> Rows:
+def _decode_payload(path: str, payload: np.ndarray[Any, Any], shape: tuple[str, int, int]) -> Rows:
     encoding, rows, columns = shape
     if encoding not in ENCODINGS:
-        raise ProtocolError(f"{tag}.rows: unknown activation type {_brief(encoding)}")
+        raise ProtocolError(f"{path}: unknown activation type {_brief(encoding)}")
     if not (0 <= rows < 2**31 and 0 <= columns < 2**31):
-        raise ProtocolError(f"{tag}.rows: expected a shape, got {rows} x {columns}")
+        raise ProtocolError(f"{path}: expected a shape, got {rows} x {columns}")
     expected = payload_size(encoding, rows, columns)
     if expected != payload.size:
         raise ProtocolError(
-            f"{tag}.rows: {rows} x {columns} {encoding} are {expected} bytes, not the payload's {payload.size}"
+            f"{path}: {rows} x {columns} {encoding} are {expected} bytes, not the payload's {payload.size}"
         )
     return decode_rows(payload, encoding, rows, columns)
 

@@ -17,9 +17,8 @@ import numpy as np
 import trio
 
 from meshpipe.errors import StageLostError
-from meshpipe.messages import Window
 
-from .frames import HANDSHAKE_LIMITS, PREFIX_SIZE, Frame, Limits, pack, parse_prefix, unpack
+from .frames import HANDSHAKE_LIMITS, PREFIX_SIZE, Frame, Limits, pack, parse_prefix, rows_of, unpack
 
 THREAD_FROM = 256 << 10
 """Bytes of rows from which inexact encodings are computed in a thread, off the event loop."""
@@ -295,8 +294,8 @@ def _tune(sock: socket.socket) -> None:
 
 
 def _is_large(frame: Frame) -> bool:
-    message = frame.message
-    return isinstance(message, Window) and message.rows is not None and message.rows.nbytes > THREAD_FROM
+    rows = rows_of(frame.message)
+    return rows is not None and rows.nbytes > THREAD_FROM
 
 
 def tcp(stream: trio.SocketStream, peer: str) -> SocketConnection:

@@ -18,7 +18,7 @@ import numpy as np
 from attrs import frozen
 
 from meshpipe.errors import ProtocolError
-from meshpipe.messages import Window
+from meshpipe.messages import Progress, Reply, Rows, Window
 
 from .codec import decode, encode
 
@@ -53,15 +53,23 @@ class Frame:
     @property
     def size(self) -> int:
         """Bytes on the wire, about, with rows as float32; for link conditions where nothing is encoded."""
+        rows = rows_of(self.message)
+        carried = 0 if rows is None else rows.nbytes
         if isinstance(self.message, Window):
-            rows = self.message.rows
-            return 200 + 3 * len(self.message.tokens) + (0 if rows is None else rows.nbytes)
-        return 100
+            return 200 + 3 * len(self.message.tokens) + carried
+        return 100 + carried
+
+
+def rows_of(message: object) -> Rows | None:
+    """The rows that travel as a message's payload."""
+    if isinstance(message, Window):
+        return message.rows
+    return message.hidden if isinstance(message, (Reply, Progress)) else None
 
 
 @frozen
 class Limits:
-    """The most that a peer's frame may announce, in bytes, and the row width that a window must have."""
+    """The most that a peer's frame may announce, in bytes, and the row width that every message's rows must have."""
 
     header: int = 1 << 20
     payload: int = 64 << 20
@@ -122,10 +130,10 @@ def unpack(prefix: Prefix, header: bytes, payload: np.ndarray[Any, Any], limits:
             raise ProtocolError(f"a frame of kind {prefix.kind.name} has no header")
         return Frame(None, prefix.kind, prefix.number)
     message = decode(header, payload)
-    if limits.columns is not None and isinstance(message, Window) and message.rows is not None:
-        width = message.rows.shape[1]
-        if width != limits.columns:
-            raise ProtocolError(
-                f"a window's rows are {width} wide; this link carries rows of {limits.columns}"
-            )
+    rows = rows_of(message)
+    if limits.columns is not None and rows is not None and rows.shape[1] != limits.columns:
+        raise ProtocolError(
+            f"the rows of a {type(message).__name__} are {rows.shape[1]} wide; this link carries rows of "
+            f"{limits.columns}"
+        )
     return Frame(message, prefix.kind, prefix.number)
