@@ -158,6 +158,20 @@ async def test_the_time_that_senders_wait_is_measured(autojump_clock: trio.testi
     assert box.waited("control") == 0
 
 
+async def test_bounds_may_count_what_messages_weigh() -> None:
+    box: Mailbox = Mailbox({"work": 10}, lambda job: "work", lambda job: job.number)
+    assert box.ref.try_send(Job(99)), "nothing else is in it"
+    assert not box.ref.try_send(Job(1))
+    async with trio.open_nursery() as nursery:
+        for number in (6, 5, 4):
+            nursery.start_soon(box.ref.send, Job(number))
+            await wait_all_tasks_blocked()
+        assert box.take("work") == [Job(99)]
+        assert list(box.peek("work")) == [Job(6)], "5 has no room, and 4 may not overtake it"
+        assert box.take("work", lambda job: job.number == 6) == [Job(6)]
+        assert list(box.peek("work")) == [Job(5), Job(4)]
+
+
 class MailboxMachine(RuleBasedStateMachine):
     """A mailbox against two plain deques: what does not wait must agree with them step by step."""
 

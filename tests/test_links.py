@@ -14,7 +14,7 @@ import trio
 import trio.lowlevel
 from hypothesis import given
 from trio.testing import MockClock, wait_all_tasks_blocked
-from wires import KINDS, Ends, connections, inbox, linked, window
+from wires import COLUMNS, KINDS, Ends, connections, inbox, linked, window
 
 from meshpipe.actors import Actor, Mailbox, Ref, handles, supervise
 from meshpipe.errors import ActorGoneError, AskFailedError, ProtocolError, StageLostError, UsageError
@@ -32,7 +32,7 @@ from meshpipe.messages import (
     SessionOpened,
     Window,
 )
-from meshpipe.wire import Conditions, Frame, Heartbeat, Kind, Link, memory_pair
+from meshpipe.wire import BOUNDS, Conditions, Frame, Heartbeat, Kind, Link, memory_pair, send_room
 from meshpipe.wire.conditions import Schedule
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -103,6 +103,19 @@ async def fill(link: Link, make: object, room: int) -> list[object]:
             return sent
         sent.append(message)
         assert len(sent) < room, "nothing holds the sender back"
+
+
+async def test_the_send_queue_holds_depth_times_frame_bytes() -> None:
+    """As many of the widest windows as its depth says, and more of narrower ones; one window always."""
+    near, _ = memory_pair()
+    room = {**BOUNDS, WINDOWS: send_room(3, 4, COLUMNS)}
+    for width, expected in ((4, 3), (1, 5), (20, 1)):
+        link = Link("near-far", inbox().ref, near, bounds=room)
+        sent = 0
+        while link.ref.try_send(window(sent, width=width)):
+            sent += 1
+        assert sent == expected
+        assert sent == 1 or sum(Frame(window(n, width=width)).size for n in range(sent)) <= room[WINDOWS]
 
 
 @every_kind
@@ -472,6 +485,41 @@ async def test_a_probe_of_a_dead_peer_has_a_deadline(autojump_clock: MockClock) 
 
 
 @every_kind
+async def test_an_idle_link_is_checked_before_it_is_used_again(kind: str) -> None:
+    async with connections(kind) as (near, far):
+        link = Link("near-far", inbox().ref, *near, heartbeat=None)
+        peer = Link("far-near", inbox().ref, *far, heartbeat=None)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(link.run)
+            nursery.start_soon(peer.run)
+            await link.check(5)
+            peer.close()
+            await wait_all_tasks_blocked()
+        with pytest.raises(ActorGoneError, match="ended"):
+            await link.check(5)
+
+
+async def test_a_check_costs_nothing_after_a_fresh_sign_of_life(autojump_clock: MockClock) -> None:
+    async with linked("memory", conditions=Conditions(delay=0.5), heartbeat=Heartbeat(1, 60)) as ends:
+        await trio.sleep(4.6)
+        began = trio.current_time()
+        await ends.near.check(3)
+        assert trio.current_time() == began
+
+
+async def test_a_check_of_a_silent_peer_has_a_deadline(autojump_clock: MockClock) -> None:
+    near, _ = memory_pair()
+    link = Link("near-far", inbox().ref, near, heartbeat=Heartbeat(1, 60))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(link.run)
+        await trio.sleep(30)
+        with pytest.raises(StageLostError, match="within 3 s"):
+            await link.check(3)
+        assert trio.current_time() == 33
+        nursery.cancel_scope.cancel()
+
+
+@every_kind
 async def test_an_idle_connection_knows_whether_it_is_open(kind: str) -> None:
     async with connections(kind) as (near, far):
         assert all(connection.alive() for connection in (*near, *far))
@@ -532,7 +580,7 @@ async def test_delay_does_not_limit_what_is_under_way(autojump_clock: MockClock)
 async def test_bandwidth_spaces_frames_and_the_window_holds_the_sender(autojump_clock: MockClock) -> None:
     size = Frame(window(0, width=4)).size
     slow = Conditions(bandwidth=size, window=2 * size, delay=1)  # a frame a second
-    async with linked("memory", conditions=slow, bounds={CONTROL: 9, REPLIES: 9, WINDOWS: 1}) as ends:
+    async with linked("memory", conditions=slow, bounds={CONTROL: 9, REPLIES: 9, WINDOWS: size}) as ends:
         for n in range(6):
             await ends.near.ref.send(window(n, width=4))
         assert trio.current_time() > 2

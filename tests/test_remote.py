@@ -198,6 +198,25 @@ def descriptors() -> int:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
+async def test_the_way_is_checked_before_a_request_uses_it() -> None:
+    async with mesh(2) as m, joined(m.topology) as pipe:
+        checked = pipe.check_route
+        calls = 0
+
+        async def silent() -> None:
+            nonlocal calls
+            calls += 1
+            raise StageLostError("the peer did not answer within 3 s")
+
+        pipe.check_route = silent
+        with pytest.raises(StageLostError, match="within 3 s"):
+            await pipe.complete([1, 2, 3], max_tokens=4)
+        assert calls == 1
+        assert pipe.lanes.free == 4
+        pipe.check_route = checked
+        await generate(pipe, [1, 2, 3])
+
+
 async def test_200_sessions_leave_nothing_behind() -> None:
     async with mesh(2, lanes=8) as m:
         async with joined(m.topology) as pipeline:  # warm up: threads, caches

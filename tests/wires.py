@@ -16,6 +16,7 @@ import trustme
 from meshpipe.actors import Mailbox
 from meshpipe.messages import CONTROL, REPLIES, WINDOWS, Hello, StageDescriptor, Window, queue_of
 from meshpipe.wire import (
+    BOUNDS,
     Address,
     Call,
     Connection,
@@ -25,6 +26,7 @@ from meshpipe.wire import (
     listen,
     local_address,
     memory_pair,
+    send_room,
     serve,
 )
 
@@ -125,6 +127,7 @@ async def linked(
 ) -> AsyncIterator[Ends]:
     """A running link; ends it in order when the block ends."""
     async with connections(kind, columns) as (near, far):
+        options.setdefault("bounds", {**BOUNDS, WINDOWS: send_room(16, 1, columns)})
         ends = Ends(near, far, near_inbox or inbox(), far_inbox or inbox(), **options)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ends.near.run)

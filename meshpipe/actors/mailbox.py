@@ -44,32 +44,71 @@ class Ask(Generic[M]):
             settle(value, reason)
 
 
+def _bare(message: M | Ask[M]) -> M:
+    """The message itself, also of one whose sender waits for an answer."""
+    return message.message if isinstance(message, Ask) else message
+
+
 class _Queue(Generic[M]):
     """One bounded queue and the senders that wait for room in it, both first in, first out."""
 
-    def __init__(self, bound: int) -> None:
+    def __init__(self, bound: int, weigh: Callable[[M], int]) -> None:
         self.bound = bound
+        self.load = 0  # what `items` weigh
         self.items: deque[M | Ask[M]] = deque()
         self.senders: OrderedDict[trio.lowlevel.Task, M | Ask[M]] = OrderedDict()
         self.waited = 0.0
+        self._weigh = weigh
 
-    def admit_senders(self) -> None:
+    def admits(self, message: M | Ask[M]) -> bool:
+        """Puts the message in if there is room; an empty queue has room for any."""
+        weight = self._weigh(_bare(message))
+        if self.items and self.load + weight > self.bound:
+            return False
+        self.items.append(message)
+        self.load += weight
+        return True
+
+    def remove(self, wanted: Callable[[M], bool] | None, limit: int) -> list[M | Ask[M]]:
+        """Takes out the first `limit` messages that are wanted (None: all are), in order."""
+        taken: list[M | Ask[M]] = []
+        if wanted is None:
+            while self.items and len(taken) < limit:
+                taken.append(self.items.popleft())
+        else:
+            left: deque[M | Ask[M]] = deque()
+            for item in self.items:
+                (taken if len(taken) < limit and wanted(_bare(item)) else left).append(item)
+            self.items = left
+        self.load -= sum(self._weigh(_bare(item)) for item in taken)
+        self._admit_senders()
+        return taken
+
+    def _admit_senders(self) -> None:
         """Moves waiting senders' messages in while there is room."""
-        while self.senders and len(self.items) < self.bound:
-            task, message = self.senders.popitem(last=False)
-            self.items.append(message)
+        while self.senders:
+            task, message = next(iter(self.senders.items()))
+            if not self.admits(message):
+                return
+            del self.senders[task]
             trio.lowlevel.reschedule(task)
 
 
 class Mailbox(Generic[M]):
     """The owner's side: receive in order of priority, look ahead, take out of turn, close.
 
-    `bounds` maps each queue's name to the most messages it holds, the most urgent queue first. `sort` names
-    the queue of a message.
+    `bounds` maps each queue's name to the most that it holds, the most urgent queue first: messages, or what
+    `weigh` counts them as. A message that is heavier than its queue's bound still finds room when nothing else
+    is in it. `sort` names the queue of a message.
     """
 
-    def __init__(self, bounds: Mapping[str, int], sort: Callable[[M], str]) -> None:
-        self._queues: dict[str, _Queue[M]] = {name: _Queue(bound) for name, bound in bounds.items()}
+    def __init__(
+        self,
+        bounds: Mapping[str, int],
+        sort: Callable[[M], str],
+        weigh: Callable[[M], int] = lambda message: 1,
+    ) -> None:
+        self._queues: dict[str, _Queue[M]] = {name: _Queue(bound, weigh) for name, bound in bounds.items()}
         self._sort = sort
         self._receivers: dict[trio.lowlevel.Task, tuple[str, ...]] = {}  # and the queues that each waits for
         self._closed: str | None = None
@@ -113,9 +152,7 @@ class Mailbox(Generic[M]):
             for name in queues or self._queues:
                 box = self._queues[name]
                 if box.items:  # or another receiver was quicker: then wait again
-                    message = box.items.popleft()
-                    box.admit_senders()
-                    return message
+                    return box.remove(None, 1)[0]
 
     def __aiter__(self) -> Mailbox[M]:
         """`async for` gives every message until the mailbox is closed and empty."""
@@ -129,7 +166,7 @@ class Mailbox(Generic[M]):
 
     def peek(self, queue: str) -> Iterator[M]:
         """What waits in `queue`, in order, without taking it (an `Ask` shows its message)."""
-        return (item.message if isinstance(item, Ask) else item for item in self._queues[queue].items)
+        return (_bare(item) for item in self._queues[queue].items)
 
     def take(
         self, queue: str, wanted: Callable[[M], bool] | None = None, limit: int | None = None
@@ -140,19 +177,7 @@ class Mailbox(Generic[M]):
         at by this call.
         """
         box = self._queues[queue]
-        taken: list[M | Ask[M]] = []
-        if wanted is None:
-            while box.items and (limit is None or len(taken) < limit):
-                taken.append(box.items.popleft())
-        else:
-            left: deque[M | Ask[M]] = deque()
-            for item in box.items:
-                message = item.message if isinstance(item, Ask) else item
-                room = limit is None or len(taken) < limit
-                (taken if room and wanted(message) else left).append(item)
-            box.items = left
-        box.admit_senders()
-        return taken
+        return box.remove(wanted, len(box.items) if limit is None else limit)
 
     def close(self, reason: str) -> None:
         """Refuses further messages: senders, waiting ones too, get `ActorGoneError(reason)`; asks that are
@@ -185,11 +210,10 @@ class Mailbox(Generic[M]):
         """Queues the message and says True, or says False if its queue is full. Raises `ActorGoneError`."""
         if self._closed is not None:
             raise ActorGoneError(self._closed)
-        queue = self._sort(message.message if isinstance(message, Ask) else message)
+        queue = self._sort(_bare(message))
         box = self._queues[queue]
-        if len(box.items) >= box.bound:
+        if box.senders or not box.admits(message):
             return False
-        box.items.append(message)
         for task in [task for task, queues in self._receivers.items() if queue in queues]:
             del self._receivers[task]
             trio.lowlevel.reschedule(task)
@@ -201,7 +225,7 @@ class Mailbox(Generic[M]):
         if self.put_nowait(message):
             await trio.lowlevel.cancel_shielded_checkpoint()
             return
-        box = self._queues[self._sort(message.message if isinstance(message, Ask) else message)]
+        box = self._queues[self._sort(_bare(message))]
         task = trio.lowlevel.current_task()
         box.senders[task] = message
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -110,8 +110,8 @@ class Coordinator:
 
     `descriptors` are the stages', in order; `first` leads to the first one; what the stages say comes into
     `sink`; `link` is the seconds that links add to a round trip; `encoding_exact` says that activations travel
-    unchanged. `return_route` tells how replies come back, `processes` the numbers of the stages' processes, in
-    order, if they were spawned.
+    unchanged. `check_route` makes sure of the way to the first stage before a request uses it; `return_route`
+    tells how replies come back, `processes` the numbers of the stages' processes, in order, if they were spawned.
     """
 
     def __init__(
@@ -133,6 +133,7 @@ class Coordinator:
         self.lanes = Lanes(min(descriptor.lanes for descriptor in descriptors))
         self.context = min(descriptor.context for descriptor in descriptors)
         self.exact = encoding_exact and all(descriptor.exact for descriptor in descriptors)
+        self.check_route: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self.return_route: Callable[[], str] = lambda: "memory"
         self.processes: tuple[int, ...] = ()
         self._width = min(descriptor.most_rows for descriptor in descriptors)
@@ -215,6 +216,7 @@ class Coordinator:
             )
             self.sink.register(number, mailbox.ref)
             try:
+                await self.check_route()
                 await supervise(mailbox, lambda box: Session(box, request, self._around, output))
             finally:
                 self.sink.forget(number)

@@ -36,7 +36,7 @@ from meshpipe.pipeline.stage import UPWARD, Inlet, Nothing, Route, RouteLost, Se
 from meshpipe.wire.conditions import Conditions
 from meshpipe.wire.endpoints import STEADY, Address, Call, connect, connect_link, serve
 from meshpipe.wire.handshake import check_hello
-from meshpipe.wire.link import BOUNDS, Link
+from meshpipe.wire.link import BOUNDS, Link, send_room
 from meshpipe.wire.security import OPEN, Security
 
 log = logging.getLogger("meshpipe.host")
@@ -182,8 +182,7 @@ class StageHost:
                     up.ref,
                     data,
                     control,
-                    # Room for what all lanes may have waiting: a stage that waits for room runs nothing.
-                    bounds={**BOUNDS, WINDOWS: max(BOUNDS[WINDOWS], 2 * descriptor.lanes)},
+                    bounds={**BOUNDS, WINDOWS: _send_room(descriptor)},
                     accepts=UPWARD,
                     conditions=self.conditions,
                 )
@@ -278,6 +277,11 @@ class StageHost:
         finally:
             if back.stream is link.ref:
                 back.stream = None
+
+
+def _send_room(descriptor: StageDescriptor) -> int:
+    """Bytes for the widest windows of two epochs of every lane: a stage that waits for room runs nothing."""
+    return send_room(max(16, 2 * descriptor.lanes), descriptor.most_rows, descriptor.n_embd)
 
 
 @frozen(eq=False)

@@ -224,6 +224,7 @@ async def open_remote(
                 coordinator.reroute()  # the last stage may have noticed the loss later than this side
 
             await back.open(nursery, return_lost)
+            coordinator.check_route = first.check
             coordinator.return_route = lambda: back.kind
             coordinator.pipe.link = await coordinator.round_trip()
             yield coordinator

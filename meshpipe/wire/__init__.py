@@ -11,7 +11,7 @@ from .connections import Connection, MemoryConnection, SocketConnection, memory_
 from .endpoints import STEADY, WARM_UP, Address, Call, connect, connect_link, listen, local_address, serve
 from .frames import Frame, Kind, Limits
 from .handshake import check_hello
-from .link import BOUNDS, Heartbeat, Link, Traffic
+from .link import BOUNDS, Heartbeat, Link, Traffic, send_room
 from .security import OPEN, Security, check_listen, client_context, is_loopback, server_context, shared_key
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "listen",
     "local_address",
     "memory_pair",
+    "send_room",
     "serve",
     "server_context",
     "shared_key",

@@ -18,7 +18,7 @@ import numpy as np
 from attrs import frozen
 
 from meshpipe.errors import ProtocolError
-from meshpipe.messages import Progress, Reply, Rows, Window
+from meshpipe.messages import OpenSession, Progress, Reply, Rows, Window
 
 from .codec import decode, encode
 
@@ -42,6 +42,10 @@ class Kind(IntEnum):
     """No more frames in this direction: tells an orderly end from a lost peer."""
 
 
+WINDOW_HEADER, WINDOW_TOKEN = 200, 3
+"""Bytes of a window's frame, about: without its tokens and rows, and for each token."""
+
+
 @frozen
 class Frame:
     """One frame. `message` is None for END and for an empty answer."""
@@ -52,12 +56,14 @@ class Frame:
 
     @property
     def size(self) -> int:
-        """Bytes on the wire, about, with rows as float32; for link conditions where nothing is encoded."""
-        rows = rows_of(self.message)
-        carried = 0 if rows is None else rows.nbytes
-        if isinstance(self.message, Window):
-            return 200 + 3 * len(self.message.tokens) + carried
-        return 100 + carried
+        """Bytes on the wire, about, with rows as float32: what it counts for before, or without, being encoded."""
+        message, rows = self.message, rows_of(self.message)
+        payload = 0 if rows is None else rows.nbytes
+        if isinstance(message, Window):
+            return WINDOW_HEADER + WINDOW_TOKEN * len(message.tokens) + payload
+        if isinstance(message, OpenSession):
+            return WINDOW_HEADER + WINDOW_TOKEN * len(message.cached)
+        return 100 + payload
 
 
 def rows_of(message: object) -> Rows | None:

@@ -48,10 +48,10 @@ from meshpipe.messages import (
 
 from .conditions import Conditions, Wire
 from .connections import Connection
-from .frames import Frame, Kind
+from .frames import WINDOW_HEADER, WINDOW_TOKEN, Frame, Kind
 
-BOUNDS: Mapping[str, int] = {CONTROL: 64, REPLIES: 64, WINDOWS: 16}
-"""Messages that wait in a link's outbox, by queue, unless told otherwise."""
+BOUNDS: Mapping[str, int] = {CONTROL: 64, REPLIES: 64, WINDOWS: 1 << 20}
+"""What waits in a link's outbox, by queue, unless told otherwise: messages, and bytes of windows."""
 
 HANDSHAKE_ONLY = (messages.Hello, messages.Challenge, messages.Proof, messages.Welcome)
 GRACE = 3.0
@@ -87,8 +87,18 @@ class _Answer:
     failure: str | None
 
 
+def send_room(depth: int, rows: int, columns: int) -> int:
+    """Bytes of the outbox that holds `depth` windows of `rows` rows of float32, `columns` wide each."""
+    return depth * (WINDOW_HEADER + rows * (WINDOW_TOKEN + 4 * columns))
+
+
 def _outbox_queue(message: object) -> str:
     return CONTROL if isinstance(message, _Answer) else queue_of(message)
+
+
+def _outbox_weight(message: object) -> int:
+    """Windows, and what travels in order with them, by their bytes; the rest, which are small, by their number."""
+    return Frame(message).size if _outbox_queue(message) == WINDOWS else 1
 
 
 class Inbox(Protocol):
@@ -123,7 +133,7 @@ class Link:
         self.traffic = Traffic()
         self._inbox = inbox
         self._accepts = accepts
-        self._outbox: Mailbox[Any] = Mailbox(bounds, _outbox_queue)
+        self._outbox: Mailbox[Any] = Mailbox(bounds, _outbox_queue, _outbox_weight)
         self.ref: Ref[Any] = self._outbox.ref
         self._heartbeat = heartbeat
         self._ways: list[tuple[Connection, tuple[str, ...]]]
@@ -189,8 +199,24 @@ class Link:
         """Seconds that senders of windows have waited for room in the outbox."""
         return self._outbox.waited(WINDOWS)
 
+    async def check(self, deadline: float = 3.0) -> None:
+        """Makes sure of the peer before an idle link is used again; costs nothing if it gave a sign of life lately.
+
+        Lately is within two heartbeats. Raises `StageLostError` if a connection has been closed or the peer does
+        not answer within `deadline` seconds, `ActorGoneError` if the link has ended.
+        """
+        if not self._outbox.closed:
+            for connection, _ in self._ways:
+                if not connection.alive():
+                    raise StageLostError(f"link {self.name}: {connection.peer} has closed the connection")
+            fresh = 0.0 if self._heartbeat is None else 2 * self._heartbeat.every
+            received_at = max(connection.received_at for connection, _ in self._ways)
+            if trio.current_time() - received_at < fresh:
+                return
+        await self.probe(deadline)
+
     async def probe(self, deadline: float = 3.0) -> float:
-        """Proves that the peer lives, before an idle link is used again; returns the round trip in seconds.
+        """Proves that the peer lives; returns the round trip in seconds.
 
         Raises `StageLostError` if it does not answer within `deadline` seconds, `ActorGoneError` if the link
         has ended.
