@@ -187,7 +187,9 @@ class SessionFailed:
 class Proposal:
     """Tokens that a proposer expects at positions `start`, `start + 1`, … of epoch `epoch`.
 
-    `source` names the proposer, for its own acceptance.
+    `source` names the proposer, for its own acceptance. `probabilities` are the proposer's own, one for each
+    token, if it has any. A proposer that runs ahead says with `line` which of the session's lines it continues
+    (see Follow), and with `seconds` what it has computed since its last proposal.
     """
 
     session: int
@@ -195,6 +197,27 @@ class Proposal:
     start: int
     tokens: tuple[int, ...]
     source: str = "ngram"
+    probabilities: tuple[float, ...] = ()
+    line: int = 0
+    seconds: float = 0.0
+
+
+@frozen
+class Follow:
+    """Tells a proposer that runs ahead how a session's line of tokens goes, and how far to continue it.
+
+    From position `start` on it is `tokens`, up to there as it was told or has proposed before. If these differ
+    from what was proposed, all from the first difference on is wrong. `line` counts how often the session has
+    cut its line off: with a new number it ends with `tokens`, and proposals for the line before are of no more
+    use. The proposer may propose for positions below `limit`; its proposals carry `epoch` and `line`.
+    """
+
+    session: int
+    epoch: int
+    line: int
+    start: int
+    tokens: tuple[int, ...]
+    limit: int
 
 
 @frozen

@@ -176,6 +176,20 @@ def test_proposals_of_another_epoch_or_beyond_a_gap_are_ignored() -> None:
     assert set(ledger.counters.sources) == {"mtp", "draft"}
 
 
+def test_a_sources_own_probability_is_believed_until_it_proves_wrong() -> None:
+    ledger, composite = session([1, 2, 3], ngram=False)
+    prompted(ledger, composite, 4)
+    proposal = Proposal(1, 0, ledger.frontier, (5, 6), "draft", probabilities=(0.97, 0.12))
+    assert composite.offer(proposal) == 2
+    sure = composite.survival()
+    assert sure == [1.0, 0.95, 0.95 * 0.15]
+    for token in range(5, 40):  # what it holds for unlikely is right all the time
+        composite.offer(Proposal(1, 0, ledger.frontier, (token,), "draft", probabilities=(0.12,)))
+        say(ledger, composite, composite.dispatch(1), [token])
+    composite.offer(Proposal(1, 0, ledger.frontier, (99, 98), "draft", probabilities=(0.12, 0.97)))
+    assert composite.survival()[1] > 0.9
+
+
 def test_after_a_lost_reply_the_line_is_sent_again() -> None:
     ledger, composite = session([1, 2, 3, 4, 5, 6, 1])
     prompted(ledger, composite, 2)

@@ -14,12 +14,14 @@ tokens. Its head has been dispatched and is the ledger's; the rest can still cha
 Every guess is judged by the commit at its position, whether it was dispatched or not, under its own source
 and *level*; a guess after a wrong one is not judged. So a tail's rejection never counts against the prefix,
 and a source that is not asked to dispatch still shows when it becomes good again. The level of an n-gram
-guess is the binary order of its agreeing context (1, 2-3, 4-7, …); that of a prefix source is the token's
-place in the proposal.
+guess is the binary order of its agreeing context (1, 2-3, 4-7, …). That of a prefix source's token is the tenth
+in which its own probability lies, so that what a source believes is corrected by how often it was right; if it
+gives none, the token's place in the proposal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 from attrs import define, field, frozen
@@ -135,9 +137,12 @@ class Composite:
         known += [guess.token for guess in self._line[max(start, 0) : fixed]]
         if any(known[at] != token for at, token in enumerate(proposal.tokens[: len(known)])):
             return 0
+        believed = proposal.probabilities
         fresh = [
-            Guess(token, proposal.source, self._acceptance(proposal.source, level))
-            for level, token in enumerate(proposal.tokens[len(known) :], len(known))
+            Guess(
+                token, proposal.source, self._acceptance(proposal.source, place, believed[place : place + 1])
+            )
+            for place, token in enumerate(proposal.tokens[len(known) :], len(known))
         ]
         if fresh:
             at = max(start, fixed)
@@ -190,11 +195,15 @@ class Composite:
             for match, token in enumerate(draft.tokens, draft.match)
         ]
 
-    def _acceptance(self, source: str, level: int) -> Acceptance:
+    def _acceptance(self, source: str, level: int, believed: Sequence[float] = ()) -> Acceptance:
+        """`believed`: the source's own probability of the token, if it gave one."""
+        if believed:
+            level = min(max(int(believed[0] * 10), 0), 9)
         seen = self.acceptance.get((source, level))
         if seen is None:
-            prior = self.NGRAM_PRIORS[level] if source == NGRAM else self.PREFIX_PRIOR
-            seen = self.acceptance[source, level] = Acceptance(prior)
+            prior = (level + 0.5) / 10 if believed else self.PREFIX_PRIOR
+            seen = Acceptance(self.NGRAM_PRIORS[level] if source == NGRAM else prior)
+            self.acceptance[source, level] = seen
         return seen
 
     def summary(self) -> dict[str, tuple[int, int]]:
