@@ -41,6 +41,7 @@ class OpenSession:
     """Opens a session on a lane, at every stage in turn; travels in order with the windows.
 
     `cached` positions of the lane's cache are kept from an earlier session that shared that prefix.
+    `mtp`: the session's windows may ask for native MTP's drafts, so the last stage keeps what these need.
     `hidden_from`: the last stage sends the hidden rows of confirmed positions from there on with its Reply and
     Progress messages (for a proposer at the coordinator); None: it sends none.
     """
@@ -49,6 +50,7 @@ class OpenSession:
     lane: int
     sampling: Sampling = Sampling()
     cached: tuple[int, ...] = ()
+    mtp: bool = False
     hidden_from: int | None = None
 
 
@@ -68,12 +70,16 @@ class CloseSession:
 
 @frozen
 class Timing:
-    """What one stage spent on one window: seconds queued, seconds computing, rows in the decode it shared."""
+    """What one stage spent on one window: seconds queued, seconds computing, rows in the decode it shared.
+
+    `drafting` are the seconds that native MTP took besides.
+    """
 
     stage: int
     queued: float
     service: float
     rows: int
+    drafting: float = 0.0
 
 
 @frozen
@@ -84,7 +90,7 @@ class Window:
     rows want a pick in the reply: the width for a verify window, 1 for the last prefill window, 0 for the
     other prefill windows (those get no reply at all). `rows` are the activations that enter the stage:
     None on the way to the first stage, float32 (width, n_embd) afterwards. `drafts` is how many tokens of
-    native MTP the reply may carry; a window with 0 does not feed MTP at all.
+    native MTP the reply may carry; MTP is fed with the tokens up to this window's if it is not 0.
     """
 
     session: int
@@ -244,7 +250,7 @@ class StageDescriptor:
     `layers` is the half-open range [start, stop) of `layer_count`; `context` is tokens per lane; `cost` is the
     measured seconds of one decode by number of rows, ascending in rows; `exact` says that a row's bits were
     seen not to depend on the rows it shares a decode with; `most_rows` bounds the rows of one decode. `mtp`
-    counts the NextN heads with which a last stage drafts; 0: it does not.
+    counts the NextN heads with which a last stage drafts, 0: it does not; `draft_cost` are its seconds a draft.
     """
 
     model_digest: str
@@ -258,6 +264,7 @@ class StageDescriptor:
     exact: bool = True
     most_rows: int = 63
     mtp: int = 0
+    draft_cost: float = 0.0
 
 
 PROTOCOL_VERSION = 2
