@@ -23,6 +23,10 @@ class Sampling:
 
     The random stream of a position is keyed by (seed, position) alone, so that a token depends only on the
     tokens before it and the seed, never on how the positions were grouped into windows.
+
+    `logit_bias` are (token, what is added to its logit). `grammar` is GBNF, llama.cpp's grammar format, whose
+    `root` the generated text has to match; "" for none. `logprobs` asks for the log-probability of every pick,
+    and of that many of the most likely tokens less one: 0 for none at all, 1 for the pick's alone.
     """
 
     temperature: float = 0.0
@@ -34,6 +38,9 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     penalty_last_n: int = 64
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str = ""
+    logprobs: int = 0
 
 
 @frozen
@@ -44,6 +51,7 @@ class OpenSession:
     `mtp`: the session's windows may ask for native MTP's drafts, so the last stage keeps what these need.
     `hidden_from`: the last stage sends the hidden rows of confirmed positions from there on with its Reply and
     Progress messages (for a proposer at the coordinator); None: it sends none.
+    `prompt`: the number of tokens that were given; what comes after them is generated, and bound by the grammar.
     """
 
     session: int
@@ -52,6 +60,7 @@ class OpenSession:
     cached: tuple[int, ...] = ()
     mtp: bool = False
     hidden_from: int | None = None
+    prompt: int = 0
 
 
 @frozen
@@ -114,12 +123,17 @@ class Window:
         return self.start + len(self.tokens)
 
 
+TokenLogprobs = tuple[tuple[int, float], ...]
+"""(token, log-probability) of a pick, then of the most likely tokens at its position, best first."""
+
+
 @frozen
 class Reply:
     """The last stage's picks for a window: `tokens[i]` is its choice for position `start + i + 1`.
 
     `start` is the position of the first row that was wanted. May be shorter than `wanted` if its last token is
-    the first that differs from the window (picking goes no further).
+    the first that differs from the window (picking goes no further). `logprobs`, if the session asked for them,
+    has one entry for each token.
 
     `drafts` are (token, probability) that native MTP expects after the last of `tokens`: `drafts[i]` is for
     position `start + len(tokens) + 1 + i`. `hidden`, if the session asked for it: the trunk's rows before its
@@ -135,6 +149,7 @@ class Reply:
     timings: tuple[Timing, ...] = ()
     drafts: tuple[tuple[int, float], ...] = ()
     hidden: Rows | None = field(default=None, eq=False, repr=False)
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def stop(self) -> int:

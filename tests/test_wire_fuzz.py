@@ -32,6 +32,7 @@ from meshpipe.messages import (
     Ping,
     Progress,
     Reply,
+    Sampling,
     Timing,
     Welcome,
     Window,
@@ -52,8 +53,12 @@ def seeds() -> list[bytes]:
         Frame(Challenge(b"c" * 32)),
         Frame(Welcome(1, (evolve(DESCRIPTOR, cost=((1, 0.5), (2, 0.75))), DESCRIPTOR))),
         Frame(OpenSession(1, 2, cached=(1, 2, 3), hidden_from=2)),
+        Frame(
+            OpenSession(1, 2, Sampling(logit_bias=((5, 1.5),), grammar='root ::= "a"', logprobs=2), prompt=9)
+        ),
         Frame(window(1)),
         Frame(Reply(1, 2, 3, 4, (5, 6, 7), timings, ((8, 0.75), (9, 0.5)), rows)),
+        Frame(Reply(1, 2, 3, 4, (5, 6), logprobs=(((5, -0.5), (5, -0.5)), ((6, -1.0), (7, -0.25))))),
         Frame(Progress(1, 2, 3, rows)),
         Frame(Discard(1, 2), Kind.ASK, 77),
         Frame(Ping(1, 2.5)),
@@ -217,7 +222,7 @@ cbor = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-TAGS = [cbor2.loads(seed[PREFIX_SIZE:][: struct.unpack_from("<I", seed, 8)[0]])[0] for seed in SEEDS[:8]]
+TAGS = [cbor2.loads(seed[PREFIX_SIZE:][: struct.unpack_from("<I", seed, 8)[0]])[0] for seed in SEEDS[:10]]
 
 
 @settings(max_examples=300, deadline=None)

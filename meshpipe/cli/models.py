@@ -38,7 +38,6 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument(
         "--layers", required=True, metavar="A:B", help="first layer, and the one after the last"
     )
-    parser.add_argument("--keep-vocabulary", action="store_true", help="also where a stage needs none")
     parser.add_argument("--mtp", action="store_true", help="keep the NextN layers in the last stage")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=_slice)
@@ -64,7 +63,7 @@ def _inspect(options: argparse.Namespace) -> int:
 def _slice(options: argparse.Namespace) -> int:
     start, stop = parse_layers(options.layers)
     began = time.perf_counter()
-    path = slice_model(options.model, start, stop, keep_vocabulary=options.keep_vocabulary, mtp=options.mtp)
+    path = slice_model(options.model, start, stop, mtp=options.mtp)
     if options.json:
         stat = path.stat()
         print(

@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -196,6 +197,11 @@ class StageEngine:
         batch.seq_id = self._seq.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_int32)))
         batch.logits = self._want.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
         self._batch = batch
+
+    @property
+    def vocab(self) -> Any:
+        """llama.cpp's vocabulary pointer; of a slice that keeps none, one without tokens' text."""
+        return llama_cpp.llama_model_get_vocab(self._model)
 
     # ---------------------------------------------------------------- lanes
 

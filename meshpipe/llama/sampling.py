@@ -8,36 +8,56 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from meshpipe.errors import UsageError
-from meshpipe.messages import Sampling
+from meshpipe.errors import EngineError, UsageError
+from meshpipe.llama.grammar import Grammar, candidates, check_bounds
+from meshpipe.messages import Sampling, TokenLogprobs
 
-_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
+_LEAST_LOGPROB = -9999.0  # OpenAI's word for "very unlikely"; -inf is no JSON
+
+MAX_LOGPROBS = 21
+"""The pick's and the 20 most likely tokens'."""
+MAX_BIASES = 1024
+
+BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_k": (-(2**31), 2**31 - 1),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repeat_penalty": (0.01, 100.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "seed": (0, 2**63 - 1),
+    "penalty_last_n": (0, 2**20),
+}
+"""What the settings may be, both ends included; whole numbers for what has to be one."""
 
 
 def check(sampling: Sampling) -> Sampling:
     """The settings as they are, or UsageError naming the one that is out of bounds."""
-    bounds = {  # whole numbers for what has to be one
-        "temperature": (0.0, 100.0),
-        "top_k": (-(2**31), 2**31 - 1),
-        "top_p": (0.0, 1.0),
-        "min_p": (0.0, 1.0),
-        "repeat_penalty": (0.01, 100.0),
-        "frequency_penalty": (-2.0, 2.0),
-        "presence_penalty": (-2.0, 2.0),
-        "seed": (0, 2**63 - 1),
-        "penalty_last_n": (0, 2**20),
-    }
-    for name, (low, high) in bounds.items():
+    for name, (low, high) in BOUNDS.items():
         value = getattr(sampling, name)
         kind = int if isinstance(low, int) else (int, float)
         if not isinstance(value, kind) or not low <= value <= high:
             whole = ", a whole number" if kind is int else ""
             raise UsageError(f"{name} must be from {low} to {high}{whole}, not {value!r}")
+    if not isinstance(sampling.logprobs, int) or not 0 <= sampling.logprobs <= MAX_LOGPROBS:
+        raise UsageError(
+            f"logprobs must be from 0 to {MAX_LOGPROBS}, a whole number, not {sampling.logprobs!r}"
+        )
+    if len(sampling.logit_bias) > MAX_BIASES:
+        raise UsageError(
+            f"logit_bias names {len(sampling.logit_bias)} tokens; at most {MAX_BIASES} are allowed"
+        )
+    for token, bias in sampling.logit_bias:
+        if not -100 <= bias <= 100:
+            raise UsageError(f"logit_bias of token {token} must be from -100 to 100, not {bias!r}")
+    check_bounds(sampling.grammar)
     return sampling
 
 
@@ -52,19 +72,26 @@ def position_seed(seed: int, position: int) -> int:
 
 
 class Sampler:
-    """One session's picks. `close` it, or use it in a `with`."""
+    """One session's picks. `close` it, or use it in a `with`.
 
-    def __init__(self, sampling: Sampling, n_vocab: int) -> None:
+    `vocab` is llama.cpp's vocabulary pointer, for a grammar; `prompt` the number of tokens that were given.
+    """
+
+    def __init__(self, sampling: Sampling, n_vocab: int, *, vocab: Any = None, prompt: int = 0) -> None:
         check(sampling)
+        bad = next((token for token, _ in sampling.logit_bias if not 0 <= token < n_vocab), None)
+        if bad is not None:
+            raise UsageError(f"logit_bias names token {bad}, outside the vocabulary of {n_vocab}")
         self._sampling = sampling
+        self._biased = np.array([token for token, _ in sampling.logit_bias], np.intp)
+        self._bias = np.array([bias for _, bias in sampling.logit_bias], np.float32)
         self._chain: int | None = None
         self._penalties: int | None = None
+        self._grammar = Grammar(sampling.grammar, vocab, prompt) if sampling.grammar else None
         if sampling.temperature == 0 and not self._penalizes:
             return
-        self._candidates = np.zeros(n_vocab, _CANDIDATE)
+        self._candidates, self._array = candidates(n_vocab)
         self._ids = np.arange(n_vocab, dtype=np.int32)
-        self._array = llama_cpp.llama_token_data_array()
-        self._array.data = self._candidates.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token_data))
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
         if self._penalizes:
             self._penalties = self._add(
@@ -83,6 +110,11 @@ class Sampler:
             self._add(llama_cpp.llama_sampler_init_temp(sampling.temperature))
 
     @property
+    def says_logprobs(self) -> bool:
+        """Whether the session wants them."""
+        return self._sampling.logprobs > 0
+
+    @property
     def _penalizes(self) -> bool:
         s = self._sampling
         return s.penalty_last_n > 0 and (
@@ -96,8 +128,37 @@ class Sampler:
     def pick(self, logits: npt.NDArray[np.float32], tokens: Sequence[int], position: int) -> int:
         """The token for `position`, from the row of logits (n_vocab,) of the position before.
 
-        `tokens` are the session's tokens by position; those at `position` and above are not looked at.
+        `tokens` are the session's tokens by position; those at `position` and above are not looked at. With a
+        grammar a token is drawn as if there were none, and drawn again among the allowed ones if the grammar
+        forbids it (as llama.cpp's server does: to mask the whole vocabulary each time would cost more).
         """
+        if len(self._biased):
+            logits = logits.copy()
+            np.add.at(logits, self._biased, self._bias)
+        token = self._draw(logits, tokens, position)
+        # What comes after tokens that the grammar forbids follows a wrong draft: nobody will want it.
+        if (
+            self._grammar is None
+            or not self._grammar.advance(tokens, position)
+            or self._grammar.allows(token)
+        ):
+            return token
+        allowed = self._grammar.mask(logits)
+        if allowed.max() == -np.inf:
+            raise EngineError(f"the grammar allows no token of the vocabulary at position {position}")
+        return self._draw(allowed, tokens, position)
+
+    def logprobs(self, logits: npt.NDArray[np.float32], token: int) -> TokenLogprobs:
+        """What `Reply.logprobs` says of a pick: by the model's own distribution, before any of the settings."""
+        row = logits.astype(np.float64)
+        row -= row.max()
+        row -= np.log(np.exp(row).sum())
+        best = min(self._sampling.logprobs - 1, len(row))
+        top = np.argpartition(-row, best - 1)[:best] if 0 < best < len(row) else np.arange(best)
+        ranked = sorted(top.tolist(), key=lambda other: (-row[other], other))
+        return tuple((int(one), max(float(row[one]), _LEAST_LOGPROB)) for one in (token, *ranked))
+
+    def _draw(self, logits: npt.NDArray[np.float32], tokens: Sequence[int], position: int) -> int:
         if self._chain is None:
             return int(logits.argmax())
         if self._penalties is not None:
@@ -124,6 +185,8 @@ class Sampler:
         if self._chain is not None:
             llama_cpp.llama_sampler_free(self._chain)
             self._chain = None
+        if self._grammar is not None:
+            self._grammar.close()
 
     def __enter__(self) -> Sampler:
         return self

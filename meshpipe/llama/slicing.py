@@ -25,7 +25,7 @@ from meshpipe.llama import architectures, gguf
 from meshpipe.llama.gguf import Header, Tensor, Value, read_header
 from meshpipe.llama.identity import digest_of
 
-FORMAT = 2
+FORMAT = 3
 """Counts changes to what a slice holds; part of its name in the cache."""
 
 _CHUNK = 1 << 23
@@ -106,16 +106,15 @@ def slice_model(
     start: int,
     stop: int,
     *,
-    keep_vocabulary: bool = False,
     mtp: bool = False,
     cache: Path | None = None,
 ) -> Path:
     """Writes the slice of layers `[start, stop)` of the model at `path`, unless the cache has it already.
 
-    A first stage keeps the vocabulary; `keep_vocabulary` keeps it in any stage (samplers that look at token
-    pieces need it at the last). `mtp` keeps the model's NextN layers in the last stage. Several processes may
-    ask for the same slice at once: one writes, the others wait for it. Returns the slice's path in `cache`; a file
-    that is this very slice is returned as it is, so that a stage's machine needs no more than its slice.
+    The first stage keeps the vocabulary, and so does the last, whose samplers look at token pieces when a grammar
+    binds them. `mtp` keeps the model's NextN layers in the last stage. Several processes may ask for the same
+    slice at once: one writes, the others wait for it. Returns the slice's path in `cache`; a file that is this
+    very slice is returned as it is, so that a stage's machine needs no more than its slice.
     Raises ModelError (file, or an architecture that cannot be split), SplitError (range), CapacityError (disk).
     """
     header = read_header(path)
@@ -129,10 +128,10 @@ def slice_model(
         return given.path
     architectures.check_range(header, start, stop)
     last = stop == architectures.trunk_layers(header)
-    vocabulary = keep_vocabulary or start == 0
+    vocabulary = start == 0 or last
     nextn = mtp and last and architectures.nextn_layers(header) > 0
     digest = digest_of(header)
-    options = f"{'-vocabulary' if vocabulary and start else ''}{'-mtp' if nextn else ''}"
+    options = "-mtp" if nextn else ""
     cache = cache or cache_directory()
     target = cache / f"{digest[:32]}-{start}-{stop}{options}-v{FORMAT}.gguf"
     if target.exists():
@@ -191,12 +190,11 @@ def _plan(header: Header, start: int, stop: int, vocabulary: bool, nextn: bool, 
     if not vocabulary:
         metadata = {key: entry for key, entry in metadata.items() if not key.startswith("tokenizer.")}
         metadata["tokenizer.ggml.model"] = gguf.value(gguf.STRING, "no_vocab")
-        rows = architectures.vocabulary_size(header) if last else 1
-        metadata[f"{arch}.vocab_size"] = gguf.value(gguf.U32, rows)
+        metadata[f"{arch}.vocab_size"] = gguf.value(gguf.U32, 1)
     metadata |= slice_keys(start, stop, layers, digest)
 
     tied = not any(name.startswith(HEAD) for name in header.tensors)
-    one_row = not vocabulary and not last
+    one_row = not vocabulary
     table: list[tuple[str, tuple[int, ...], int]] = []
     sources: list[Tensor | None] = []
     for tensor in header.tensors.values():

@@ -22,7 +22,7 @@ class Vocabulary:
     def __init__(self, path: str | Path) -> None:
         read_header(path)  # says in one line what is wrong with a file
         self._model = EngineOptions().load(Path(path), vocab_only=True)
-        vocab = self._vocab
+        vocab = self.pointer
         self.size: int = llama_cpp.llama_vocab_n_tokens(vocab)
         if llama_cpp.llama_vocab_type(vocab) == 0:
             self.close()
@@ -38,7 +38,8 @@ class Vocabulary:
         return self._model
 
     @property
-    def _vocab(self) -> Any:
+    def pointer(self) -> Any:
+        """llama.cpp's vocabulary."""
         return llama_cpp.llama_model_get_vocab(self._open_model)
 
     def tokenize(self, text: str, *, special: bool = True, start: bool = True) -> tuple[int, ...]:
@@ -52,11 +53,11 @@ class Vocabulary:
             raise UsageError(f"the text is not valid Unicode: {error}") from None
         room = len(data) + 16
         tokens = (ctypes.c_int32 * room)()
-        count = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, room, start, special)
+        count = llama_cpp.llama_tokenize(self.pointer, data, len(data), tokens, room, start, special)
         if count < 0:  # a vocabulary may need more tokens than bytes
             room = -count
             tokens = (ctypes.c_int32 * room)()
-            count = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, room, start, special)
+            count = llama_cpp.llama_tokenize(self.pointer, data, len(data), tokens, room, start, special)
         return tuple(tokens[:count])
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
@@ -66,7 +67,7 @@ class Vocabulary:
         room = 64
         while True:
             buffer = ctypes.create_string_buffer(room)
-            size = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
+            size = llama_cpp.llama_token_to_piece(self.pointer, token, buffer, room, 0, special)
             if size >= 0:
                 return buffer.raw[:size]
             room = -size
@@ -89,8 +90,8 @@ class Vocabulary:
         template = self.chat_template
         if template is None:
             raise UsageError("this model carries no chat template: send a plain prompt")
-        eos = self._special(llama_cpp.llama_vocab_eos(self._vocab))
-        bos = self._special(llama_cpp.llama_vocab_bos(self._vocab))
+        eos = self._special(llama_cpp.llama_vocab_eos(self.pointer))
+        bos = self._special(llama_cpp.llama_vocab_bos(self.pointer))
         try:
             formatter = Jinja2ChatFormatter(template=template, eos_token=eos, bos_token=bos)
             return str(formatter(messages=list(messages), **extra).prompt)

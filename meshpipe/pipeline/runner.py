@@ -15,10 +15,10 @@ from attrs import frozen
 
 from meshpipe.llama.engine import Aborted, Span, StageEngine
 from meshpipe.llama.sampling import Sampler
-from meshpipe.messages import Rows, Sampling, StageDescriptor, Window
+from meshpipe.messages import Rows, Sampling, StageDescriptor, TokenLogprobs, Window
 from meshpipe.speculation.policy import CostCurve
 
-__all__ = ["Aborted", "Job", "LlamaRunner", "Runner", "SimulatedRunner", "matching_picks"]
+__all__ = ["Aborted", "Job", "LlamaRunner", "Picks", "Runner", "SimulatedRunner", "matching_picks"]
 
 
 @frozen
@@ -30,7 +30,15 @@ class Job:
     tokens: Sequence[int]
 
 
-Result = Rows | tuple[int, ...]
+@frozen
+class Picks:
+    """What the last stage says of a window; `logprobs` as in `Reply`."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+Result = Rows | Picks
 """What leaves a stage for one window: activations (width, n_embd), or on the last stage the picks."""
 
 
@@ -41,8 +49,11 @@ class Runner(Protocol):
     def descriptor(self) -> StageDescriptor:
         """What the stage is and admits."""
 
-    def open(self, lane: int, sampling: Sampling) -> None:
-        """A session with these settings begins on the lane. Raises UsageError for settings out of bounds."""
+    def open(self, lane: int, sampling: Sampling, prompt: int = 0) -> None:
+        """A session with these settings, and so many tokens given, begins on the lane.
+
+        Raises UsageError for settings out of bounds.
+        """
 
     def close(self, lane: int) -> None:
         """The session on the lane has ended; its cache stays until a window trims it."""
@@ -95,10 +106,11 @@ class LlamaRunner:
             most_rows=engine.decodes.most,
         )
 
-    def open(self, lane: int, sampling: Sampling) -> None:
+    def open(self, lane: int, sampling: Sampling, prompt: int = 0) -> None:
         """See `Runner.open`."""
         if self._engine.slice.is_last:
-            self._samplers[lane] = Sampler(sampling, self._engine.n_vocab)
+            engine = self._engine
+            self._samplers[lane] = Sampler(sampling, engine.n_vocab, vocab=engine.vocab, prompt=prompt)
 
     def close(self, lane: int) -> None:
         """See `Runner.close`."""
@@ -135,12 +147,13 @@ class LlamaRunner:
             return list(outputs)
         return [self._picks(job, logits) for job, logits in zip(jobs, outputs, strict=True)]
 
-    def _picks(self, job: Job, logits: Rows) -> tuple[int, ...]:
+    def _picks(self, job: Job, logits: Rows) -> Picks:
         window, sampler = job.window, self._samplers[job.lane]
         first = window.width - window.wanted
-        return matching_picks(
+        tokens = matching_picks(
             window, lambda i: sampler.pick(logits[i - first], job.tokens, window.start + i + 1)
         )
+        return Picks(tokens, tuple(map(sampler.logprobs, logits, tokens)) if sampler.says_logprobs else ())
 
 
 class SimulatedRunner:
@@ -161,7 +174,7 @@ class SimulatedRunner:
         self._caches: list[list[int]] = [[] for _ in range(descriptor.lanes)]
         self._is_last = descriptor.layers[1] == descriptor.layer_count
 
-    def open(self, lane: int, sampling: Sampling) -> None:
+    def open(self, lane: int, sampling: Sampling, prompt: int = 0) -> None:
         """See `Runner.open`."""
 
     def close(self, lane: int) -> None:
@@ -183,7 +196,7 @@ class SimulatedRunner:
             assert window.start <= len(cache)
             cache[window.start :] = window.tokens
             if self._is_last:
-                results.append(matching_picks(window, partial(self._pick, cache, window.start)))
+                results.append(Picks(matching_picks(window, partial(self._pick, cache, window.start))))
             else:
                 results.append(np.zeros((window.width, self.descriptor.n_embd), np.float32))
         return results

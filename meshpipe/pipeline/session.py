@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 from typing import Protocol
 
 import trio
@@ -31,6 +32,7 @@ from meshpipe.messages import (
     Sampling,
     SessionFailed,
     SessionOpened,
+    TokenLogprobs,
     Window,
 )
 from meshpipe.pipeline.credits import CreditScheduler
@@ -56,11 +58,15 @@ class Text(Protocol):
 
 @frozen
 class Piece:
-    """Output of one commit: its tokens and the text they complete. The last piece carries the report."""
+    """Output of one commit: its tokens and the text they complete. The last piece carries the report.
+
+    `logprobs`, if they were asked for, has an entry for each token.
+    """
 
     text: str
     tokens: tuple[int, ...]
     report: Report | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @define(eq=False)
@@ -152,13 +158,16 @@ class Session(Actor[SessionMessage]):
         self._prefill_room = self._prefill_depth()
         self._sent: dict[int, float] = {}  # dispatch times of windows that want a reply
         self._watch = Stopwatch(trio.current_time())
+        self._logprobs: dict[int, TokenLogprobs] = {}  # of picks that are not committed yet, by position
 
     async def run(self) -> None:
         """Until the last token, a failure or a cancellation; frees the lane on every stage in any case."""
         try:
             first, request = self._around.first, self._request
             prefix = tuple(self._ledger.committed[: request.cached])
-            await first.send(OpenSession(self._ledger.session, request.lane, request.sampling, prefix))
+            prompt = self._ledger.frontier - self._ledger.generated
+            opening = OpenSession(self._ledger.session, request.lane, request.sampling, prefix, prompt=prompt)
+            await first.send(opening)
             await self._refill()
             while self._ledger.finished is None:
                 await self._handle_next()
@@ -212,6 +221,8 @@ class Session(Actor[SessionMessage]):
         sent = self._sent.pop(reply.number, None)
         if sent is not None and reply.epoch == self._ledger.epoch:
             self._around.pipe.observe(now - sent, reply.timings)
+        if reply.epoch == self._ledger.epoch:
+            self._logprobs |= zip(count(reply.start + 1), reply.logprobs, strict=False)
         for commit in self._ledger.receive(reply):
             await self._committed(commit, now)
             if self._stops.stopped:
@@ -272,7 +283,11 @@ class Session(Actor[SessionMessage]):
                 break
         self._watch.committed(now, len(tokens))
         self._watch.flying(now, self._ledger.in_flight)
-        self._output.channel.send_nowait(Piece(text, tuple(tokens)))
+        picked = range(commit.start, commit.start + len(tokens))
+        logprobs = tuple(self._logprobs.pop(at) for at in picked if at in self._logprobs)
+        if commit.diverged:
+            self._logprobs.clear()
+        self._output.channel.send_nowait(Piece(text, tuple(tokens), logprobs=logprobs))
 
     def _finish(self) -> None:
         reason = "stop" if self._stops.stopped else self._ledger.finished or "unknown"

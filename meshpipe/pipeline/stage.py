@@ -39,7 +39,7 @@ from meshpipe.messages import (
     Window,
 )
 from meshpipe.pipeline.merging import merged_count
-from meshpipe.pipeline.runner import Aborted, Job, Result, Runner
+from meshpipe.pipeline.runner import Aborted, Job, Picks, Result, Runner
 from meshpipe.speculation.policy import CostCurve
 
 log = logging.getLogger("meshpipe.stage")
@@ -324,7 +324,7 @@ class Stage(Actor[StageMessage]):
             )
         else:
             try:
-                self._runner.open(message.lane, message.sampling)
+                self._runner.open(message.lane, message.sampling, message.prompt)
             except MeshpipeError as error:
                 problem = str(error)
         if problem is not None:
@@ -464,7 +464,7 @@ class Stage(Actor[StageMessage]):
     async def _after_failure(self, runnable: list[_Queued], problem: MeshpipeError) -> None:
         """A decode failed: of several windows each is tried alone, so that one cannot take others along."""
         for queued in runnable:
-            if queued.is_stale:  # or its session is gone
+            if queued.is_stale or queued.contradicts_pick():  # or its session is gone
                 continue
             if len(runnable) > 1:
                 await self._run_job([queued])
@@ -488,14 +488,22 @@ class Stage(Actor[StageMessage]):
             timings = (*window.timings, timing)
             if not self._is_last:
                 assert session.route.downstream is not None
-                assert not isinstance(result, tuple)
+                assert not isinstance(result, Picks)
                 onward = evolve(window, rows=result, timings=timings)
                 await self._send(session.route.downstream, onward)
             elif window.wanted:
-                assert isinstance(result, tuple)
+                assert isinstance(result, Picks)
                 first = window.stop - window.wanted
-                self._note_picks(session, window, first, result)
-                reply = Reply(session.number, window.epoch, window.number, first, result, timings)
+                self._note_picks(session, window, first, result.tokens)
+                reply = Reply(
+                    session.number,
+                    window.epoch,
+                    window.number,
+                    first,
+                    result.tokens,
+                    timings,
+                    logprobs=result.logprobs,
+                )
                 await self._send(session.route.back, reply)
             else:
                 await self._send(session.route.back, Progress(session.number, window.number))
