@@ -222,7 +222,7 @@ cbor = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-TAGS = [cbor2.loads(seed[PREFIX_SIZE:][: struct.unpack_from("<I", seed, 8)[0]])[0] for seed in SEEDS[:10]]
+TAGS = [cbor2.loads(seed[PREFIX_SIZE:][: struct.unpack_from("<I", seed, 8)[0]])[0] for seed in SEEDS[:11]]
 
 
 @settings(max_examples=300, deadline=None)
