@@ -144,9 +144,9 @@ def test_bias_and_logprobs() -> None:
     assert best[0][1] == pytest.approx(np.log(0.5), abs=1e-6)
     with pytest.raises(UsageError, match="outside the vocabulary"):
         Sampler(Sampling(logit_bias=((4, 1.0),)), 4)
-    for settings in (Sampling(logprobs=99), Sampling(logit_bias=((1, 101.0),)), Sampling(logprobs=-1)):
+    for wrong in (Sampling(logprobs=99), Sampling(logit_bias=((1, 101.0),)), Sampling(logprobs=-1)):
         with pytest.raises(UsageError):
-            Sampler(settings, 4)
+            Sampler(wrong, 4)
 
 
 OBJECT = r"""
