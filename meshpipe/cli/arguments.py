@@ -1,17 +1,26 @@
-"""Arguments that several commands share."""
+"""Flags: those of the settings come from the schema, so that they are named and checked as everywhere."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
-from attrs import fields
-
+from meshpipe.configuration import Configured, Setting, configure, settings
+from meshpipe.configuration.kinds import Kind, Switch
 from meshpipe.errors import UsageError
-from meshpipe.llama.options import CACHE_TYPES, EngineOptions
-from meshpipe.wire.conditions import Conditions
 
 Commands = Any  # argparse's subparsers object has no public type
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the arguments, by a UsageError."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False} | options)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def command(commands: Commands, name: str, summary: str, *examples: str) -> argparse.ArgumentParser:
@@ -27,79 +36,60 @@ def command(commands: Commands, name: str, summary: str, *examples: str) -> argp
     return parser
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    """What `StageEngine` and `EngineOptions` take."""
-    group = parser.add_argument_group("engine")
-    group.add_argument("--lanes", type=int, default=1, help="sessions at a time (default 1)")
-    group.add_argument("--context", type=int, default=4096, help="tokens a lane (default 4096)")
-    group.add_argument("--threads", type=int, default=1, help="threads a stage (default 1)")
-    group.add_argument(
-        "--no-exact",
-        action="store_true",
-        help="let decodes be of any shape: faster prefill, output may differ from the unsplit model's",
-    )
-    for name in ("n_gpu_layers", "main_gpu", "yarn_orig_ctx", "batch"):
-        group.add_argument(f"--{name.replace('_', '-')}", type=int)
-    for name in (
-        "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow",
-    ):  # fmt: skip
-        group.add_argument(f"--{name.replace('_', '-')}", type=float)
-    group.add_argument("--devices", type=lambda text: tuple(text.split(",")), help="device names, by comma")
-    group.add_argument("--tensor-split", type=lambda text: tuple(map(float, text.split(","))), metavar="A,B")
-    group.add_argument("--rope-scaling", choices=("none", "linear", "yarn", "longrope"))
-    group.add_argument("--split-mode", choices=("none", "layer", "row"))
-    group.add_argument("--cache-type-k", choices=sorted(CACHE_TYPES))
-    group.add_argument("--cache-type-v", choices=sorted(CACHE_TYPES))
-    group.add_argument("--no-mmap", dest="mmap", action="store_false", default=None)
-    group.add_argument("--mlock", action="store_true", default=None)
-    group.add_argument(
-        "--repack", action="store_true", default=None, help="CPU weight repacking, after a trial"
+def add_settings(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Flags for settings, by group or by name; and `--config`. `configured` then puts all sources together."""
+    parser.usage = f"{parser.prog} [options]"  # argparse would fill a screen
+    chosen = [s for s in settings().values() if s.group in names or s.name in names]
+    for group in dict.fromkeys(setting.group for setting in chosen):
+        flags = parser.add_argument_group(group)
+        for setting in chosen:
+            if setting.group == group:
+                _add_flag(flags, setting)
+    parser.add_argument(
+        "--config", dest="config_file", metavar="FILE", help="settings in TOML (see `meshpipe config`)"
     )
 
 
-def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `StageEngine`."""
-    names = [field.name for field in fields(EngineOptions)]
-    given = {name: getattr(options, name, None) for name in names}
-    return {
-        "lanes": options.lanes,
-        "context": options.context,
-        "threads": options.threads,
-        "exact": not options.no_exact,
-        "options": EngineOptions(**{name: value for name, value in given.items() if value is not None}),
-    }
+def _add_flag(flags: Any, setting: Setting) -> None:
+    default = f"default {setting.default}" if setting.default is not None else setting.unset
+    if isinstance(setting.default, bool):
+        default = "default yes" if setting.default else "default no"
+    text = f"{setting.help} ({default})" if default != "unset" else setting.help
+    text = text.replace("%", "%%")
+    if isinstance(setting.kind, Switch):
+        flags.add_argument(setting.flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+    else:
+        flags.add_argument(setting.flag, metavar=setting.kind.metavar.replace("%", "%%"), help=text)
 
 
-def engine_flags(options: argparse.Namespace) -> list[str]:
-    """The same as flags, for the command of a child process, without lanes, context and threads."""
-    flags = ["--no-exact"] if options.no_exact else []
-    for field in fields(EngineOptions):
-        value = getattr(options, field.name, None)
-        if value is None:
+def configured(options: argparse.Namespace) -> Configured:
+    """The settings that flags, environment and files come to. Raises UsageError."""
+    flags = {name: getattr(options, name, None) for name in settings()}
+    return configure(flags, file=options.config_file)
+
+
+def flags_of(configured: Configured, *groups: str, but: Sequence[str] = ()) -> list[str]:
+    """The settings of these groups that are not left at their defaults, as flags for a child process."""
+    flags: list[str] = []
+    for setting in settings().values():
+        if setting.group not in groups or setting.name in but or not configured.given(setting.name):
             continue
-        flag = f"--{field.name.replace('_', '-')}"
-        if field.name == "mmap":
-            flags += ["--no-mmap"]
-        elif value is True:
-            flags += [flag]
-        elif isinstance(value, tuple):
-            flags += [flag, ",".join(map(str, value))]
+        value = getattr(configured.settings, setting.name)
+        if isinstance(value, bool):
+            flags.append(setting.flag if value else setting.flag.replace("--", "--no-", 1))
         else:
-            flags += [flag, str(value)]
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            flags.append(f"{setting.flag}={text}")
     return flags
 
 
-def parse_conditions(text: str) -> Conditions:
-    """`delay=0.1,jitter=0.01,bandwidth=1e6` as link conditions. Raises UsageError."""
-    values: dict[str, float] = {}
-    for part in filter(None, text.split(",")):
-        name, equals, number = part.partition("=")
+def checked(kind: Kind) -> Callable[[str], Any]:
+    """For an argument that is no setting: argparse's `type` that reads this kind."""
+
+    def read(text: str) -> Any:
         try:
-            if not equals or name not in ("delay", "jitter", "bandwidth", "loss", "stall"):
-                raise ValueError
-            values[name] = float(number)
-        except ValueError:
-            raise UsageError(
-                f"link conditions look like delay=0.1,jitter=0.01,bandwidth=1e6 (seconds, bytes a second), not {text!r}"
-            ) from None
-    return Conditions(**values)  # type: ignore[arg-type]
+            return kind.read(text)
+        except (ValueError, TypeError):
+            raise argparse.ArgumentTypeError(f"{text!r} is not allowed: it must be {kind.allowed}") from None
+
+    return read

@@ -18,7 +18,8 @@ from pathlib import Path
 import trio
 from attrs import asdict, frozen
 
-from meshpipe.cli.arguments import Commands, command
+from meshpipe.cli.arguments import Commands, checked, command
+from meshpipe.configuration.kinds import Integer, Number
 from meshpipe.errors import UsageError
 from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.pipeline.remote import open_spawned
@@ -50,6 +51,7 @@ PROMPT = 2 * OZYMANDIAS + "Ozymandias"
 """A model of 135 million parameters sees it twice, and can then say it by heart."""
 
 CONTEXT = 2048
+TOKENS = checked(Integer(1, CONTEXT))
 
 
 def add_commands(commands: Commands) -> None:
@@ -64,14 +66,26 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--model", help="GGUF file (default: the small one that meshpipe[demo] brings)")
     parser.add_argument("--split", default="2", help="boundaries or a number of stages (default 2)")
     parser.add_argument(
-        "--delay-ms", type=float, default=100.0, help="one-way delay on every link (default 100)"
+        "--delay-ms",
+        metavar="X",
+        type=checked(Number(0, 1e5)),
+        default=100.0,
+        help="one-way delay on every link (default 100)",
     )
     parser.add_argument("--prompt", default=PROMPT, help="the text to continue")
     parser.add_argument(
-        "--max-tokens", type=int, default=330, help="tokens of the pipelined run (default 330)"
+        "--max-tokens",
+        metavar="N",
+        type=TOKENS,
+        default=330,
+        help="tokens of the pipelined run (default 330)",
     )
     parser.add_argument(
-        "--serial-tokens", type=int, default=32, help="tokens of the serial run, which is slow (default 32)"
+        "--serial-tokens",
+        metavar="N",
+        type=TOKENS,
+        default=32,
+        help="tokens of the serial run, which is slow (default 32)",
     )
     parser.add_argument("--json", action="store_true", help="print one object and nothing else")
     parser.set_defaults(run=run)

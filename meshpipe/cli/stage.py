@@ -6,20 +6,22 @@ import argparse
 import json
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
 import trio
 
-from meshpipe.cli.arguments import Commands, add_engine, command, engine_arguments, parse_conditions
-from meshpipe.cli.security import add_security, security_of
+from meshpipe.cli.arguments import Commands, add_settings, command, configured
+from meshpipe.configuration import Configuration
+from meshpipe.errors import UsageError
 from meshpipe.llama.engine import StageEngine
 from meshpipe.llama.slicing import slice_model
 from meshpipe.pipeline.host import StageHost
 from meshpipe.pipeline.runner import LlamaRunner
 from meshpipe.topology.layout import parse_layers
+from meshpipe.wire.conditions import Conditions
 from meshpipe.wire.endpoints import Address, listen, local_address
-from meshpipe.wire.security import Security
 
 
 def add_commands(commands: Commands) -> None:
@@ -31,51 +33,43 @@ def add_commands(commands: Commands) -> None:
         "meshpipe stage --model M.gguf --layers 15:30 --listen 127.0.0.1:7001",
         "meshpipe stage --model M.gguf --layers 15:30 --listen 10.0.0.2:7001 --lanes 8 --key-file mesh.key",
     )
-    parser.add_argument("--model", required=True, help="GGUF file (of a model in several files, the first)")
-    parser.add_argument(
-        "--layers", required=True, metavar="A:B", help="first layer, and the one after the last"
-    )
-    parser.add_argument(
-        "--listen", default="127.0.0.1:7001", metavar="HOST:PORT", help="port 0: any free one"
-    )
-    parser.add_argument(
-        "--insecure", action="store_true", help="listen to strangers with neither TLS nor a key"
-    )
-    parser.add_argument(
-        "--drain-seconds", type=float, default=30.0, help="after SIGTERM, time for open sessions"
-    )
-    parser.add_argument(
-        "--conditions", default="", help="suffered by what is sent on, for experiments: delay=0.1"
-    )
-    parser.add_argument("--conditions-upward", default="", help="suffered by what is sent back up the link")
+    add_settings(parser, "model", "engine", "stage", "links", "security")
     parser.add_argument("--exit-with-parent", action="store_true", help="end when standard input ends")
     parser.add_argument("--json", action="store_true", help="say that it is ready as one JSON object")
-    add_engine(parser)
-    add_security(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Loads the slice, says on one line that it is ready, serves until SIGTERM or SIGINT."""
-    security = security_of(options)
-    start, stop = parse_layers(options.layers)
-    address = Address.parse(options.listen)
-    path = slice_model(options.model, start, stop)
-    with StageEngine(path, probe=True, **engine_arguments(options)) as engine:
-        trio.run(partial(_serve, LlamaRunner(engine), address, security, options))
+    found = configured(options).settings
+    if found.model is None or found.layers is None:
+        raise UsageError("name the model and the layers: --model M.gguf --layers 15:30")
+    start, stop = parse_layers(found.layers)
+    address = Address.parse(found.listen)
+    security = found.security()
+    host = partial(
+        StageHost,
+        security=security,
+        conditions=Conditions.parse(found.conditions) if found.conditions else None,
+        conditions_upward=Conditions.parse(found.conditions_upward) if found.conditions_upward else None,
+        heartbeat=found.links_heartbeat(),
+        connect_deadline=found.connect_deadline,
+    )
+    path = slice_model(found.model, start, stop)
+    with StageEngine(path, probe=True, **found.stage_engine()) as engine:
+        trio.run(partial(_serve, host, LlamaRunner(engine), address, found, options))
     return 0
 
 
 async def _serve(
-    runner: LlamaRunner, address: Address, security: Security, options: argparse.Namespace
+    make_host: Callable[[LlamaRunner], StageHost],
+    runner: LlamaRunner,
+    address: Address,
+    found: Configuration,
+    options: argparse.Namespace,
 ) -> None:
-    host = StageHost(
-        runner,
-        security,
-        conditions=parse_conditions(options.conditions) if options.conditions else None,
-        conditions_upward=parse_conditions(options.conditions_upward) if options.conditions_upward else None,
-    )
-    listeners = await listen(address, security, options.insecure)
+    host = make_host(runner)
+    listeners = await listen(address, host.security, found.insecure)
     async with trio.open_nursery() as nursery:
         await nursery.start(host.run, listeners)
         _say_ready(runner, str(local_address(listeners[0])), options.json)
@@ -84,7 +78,7 @@ async def _serve(
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async for number in signals:
                 if number == signal.SIGTERM and not host.draining:
-                    nursery.start_soon(_drain, host, options.drain_seconds, nursery.cancel_scope)
+                    nursery.start_soon(_drain, host, found.drain_seconds, nursery.cancel_scope)
                 else:
                     nursery.cancel_scope.cancel()
                     break

@@ -22,8 +22,15 @@ from meshpipe.llama import bindings
 CACHE_TYPES = {
     "f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "iq4_nl": 20,
 }  # fmt: skip
-_ROPE_SCALING = {"none": 0, "linear": 1, "yarn": 2, "longrope": 3}
-_SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}
+ROPE_SCALING = {"none": 0, "linear": 1, "yarn": 2, "longrope": 3}
+SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}
+INTEGERS = {
+    "n_gpu_layers": (-1, 2**31 - 1),
+    "main_gpu": (0, 1023),
+    "yarn_orig_ctx": (0, 2**31 - 1),
+    "batch": (2, 2**20),
+}
+"""What the options that are numbers may be, both ends included: beyond, a C integer would wrap around."""
 # llama_load_mode by (mmap, mlock)
 _LOAD_MODES = {(False, False): 0, (True, False): 1, (False, True): 2, (True, True): 3}
 
@@ -36,9 +43,10 @@ def _one_of(allowed: Mapping[str, int]) -> Callable[[Any, Attribute[Any], Any], 
     return check
 
 
-def _batch(_: Any, option: Attribute[Any], value: Any) -> None:
-    if value < 2:
-        raise UsageError(f"{option.name} is {value}; it must be at least 2")
+def _integer(_: Any, option: Attribute[Any], value: Any) -> None:
+    low, high = INTEGERS[option.name]
+    if value is not option.default and not (isinstance(value, int) and low <= value <= high):
+        raise UsageError(f"{option.name} is {value!r}; it must be an integer from {low} to {high}")
 
 
 @frozen
@@ -51,26 +59,26 @@ class EngineOptions:
     trial in a child process first.
     """
 
-    n_gpu_layers: int | None = None
+    n_gpu_layers: int | None = field(default=None, validator=_integer)
     devices: tuple[str, ...] | None = None
-    main_gpu: int | None = None
-    split_mode: str | None = field(default=None, validator=_one_of(_SPLIT_MODES))
+    main_gpu: int | None = field(default=None, validator=_integer)
+    split_mode: str | None = field(default=None, validator=_one_of(SPLIT_MODES))
     tensor_split: tuple[float, ...] | None = None
     mmap: bool = True
     mlock: bool = False
     cache_type_k: str = field(default="f16", validator=_one_of(CACHE_TYPES))
     cache_type_v: str = field(default="f16", validator=_one_of(CACHE_TYPES))
-    rope_scaling: str | None = field(default=None, validator=_one_of(_ROPE_SCALING))
+    rope_scaling: str | None = field(default=None, validator=_one_of(ROPE_SCALING))
     rope_freq_base: float | None = None
     rope_freq_scale: float | None = None
-    yarn_orig_ctx: int | None = None
+    yarn_orig_ctx: int | None = field(default=None, validator=_integer)
     yarn_ext_factor: float | None = None
     yarn_attn_factor: float | None = None
     yarn_beta_fast: float | None = None
     yarn_beta_slow: float | None = None
     offload_kqv: bool | None = None
     op_offload: bool | None = None
-    batch: int = field(default=512, validator=_batch)
+    batch: int = field(default=512, validator=_integer)
     repack: bool = False
 
     @property
@@ -94,7 +102,7 @@ class EngineOptions:
             if getattr(self, name) is not None:
                 setattr(params, name, getattr(self, name))
         if self.split_mode is not None:
-            params.split_mode = _SPLIT_MODES[self.split_mode]
+            params.split_mode = SPLIT_MODES[self.split_mode]
         if self.tensor_split is not None:
             shares = (*self.tensor_split, *[0.0] * llama_cpp.llama_max_devices())
             params.tensor_split = (ctypes.c_float * len(shares))(*shares)
@@ -108,7 +116,7 @@ class EngineOptions:
         params.type_k = CACHE_TYPES[self.cache_type_k]
         params.type_v = CACHE_TYPES[self.cache_type_v]
         if self.rope_scaling is not None:
-            params.rope_scaling_type = _ROPE_SCALING[self.rope_scaling]
+            params.rope_scaling_type = ROPE_SCALING[self.rope_scaling]
         for name in (
             "rope_freq_base", "rope_freq_scale", "yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor",
             "yarn_beta_fast", "yarn_beta_slow", "offload_kqv", "op_offload",

@@ -34,9 +34,9 @@ from meshpipe.messages import (
 from meshpipe.pipeline.runner import Runner
 from meshpipe.pipeline.stage import UPWARD, Inlet, Nothing, Route, RouteLost, Sender, Stage, stage_mailbox
 from meshpipe.wire.conditions import Conditions
-from meshpipe.wire.endpoints import STEADY, Address, Call, connect, connect_link, serve
+from meshpipe.wire.endpoints import STEADY, WARM_UP, Address, Call, connect, connect_link, serve
 from meshpipe.wire.handshake import check_hello
-from meshpipe.wire.link import BOUNDS, Link, send_room
+from meshpipe.wire.link import BOUNDS, HEARTBEAT, Heartbeat, Link, send_room
 from meshpipe.wire.security import OPEN, Security
 
 log = logging.getLogger("meshpipe.host")
@@ -87,7 +87,7 @@ class StageHost:
     """Serves one stage until cancelled.
 
     `conditions` are suffered by what this stage sends to other hosts (for experiments on one machine);
-    `conditions_upward` by what it sends up its link.
+    `conditions_upward` by what it sends up its link. `connect_deadline`: seconds to reach the next stage.
     """
 
     def __init__(
@@ -97,11 +97,15 @@ class StageHost:
         *,
         conditions: Conditions | None = None,
         conditions_upward: Conditions | None = None,
+        heartbeat: Heartbeat = HEARTBEAT,
+        connect_deadline: float = WARM_UP,
     ) -> None:
         self.runner = runner
         self.security = security
         self.conditions = conditions
         self.conditions_upward = conditions_upward
+        self.heartbeat = heartbeat
+        self.connect_deadline = connect_deadline
         self.draining = False
         self._mailbox = stage_mailbox()
         self.stage = Stage(self._mailbox, runner)
@@ -167,12 +171,16 @@ class StageHost:
                 call.control,
                 accepts=(OpenSession, Window, CloseSession, Discard, OpenReturn),
                 conditions=self.conditions_upward,
+                heartbeat=self.heartbeat,
             )
             back = self._routes[hello.pipeline] = WayBack(up.ref)
             stack.callback(self._routes.pop, hello.pipeline)
             if not is_last:
                 data, control, answer = await connect_link(
-                    Address.parse(hello.route[0]), self._next_hello(hello), self.security
+                    Address.parse(hello.route[0]),
+                    self._next_hello(hello),
+                    self.security,
+                    self.connect_deadline,
                 )
                 stack.push_async_callback(data.aclose)
                 stack.push_async_callback(control.aclose)
@@ -185,6 +193,7 @@ class StageHost:
                     bounds={**BOUNDS, WINDOWS: _send_room(descriptor)},
                     accepts=UPWARD,
                     conditions=self.conditions,
+                    heartbeat=self.heartbeat,
                 )
             route = Route(down.ref if down is not None else None, back, hello.stage)
 
@@ -241,7 +250,12 @@ class StageHost:
             raise HandshakeError(f"pipeline {call.hello.pipeline} has no route through this stage")
         await call.accept()
         link = Link(
-            f"{call.hello.pipeline} return", Nothing(), call.data, accepts=(), conditions=self.conditions
+            f"{call.hello.pipeline} return",
+            Nothing(),
+            call.data,
+            accepts=(),
+            conditions=self.conditions,
+            heartbeat=self.heartbeat,
         )
         await self._use(back, link)
 
@@ -263,6 +277,7 @@ class StageHost:
                     connection,
                     accepts=(),
                     conditions=self.conditions,
+                    heartbeat=self.heartbeat,
                 ),
             )
         finally:

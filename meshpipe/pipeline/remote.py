@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
 import subprocess
 import sys
@@ -39,10 +40,13 @@ from meshpipe.wire.endpoints import (
     local_address,
     serve,
 )
-from meshpipe.wire.link import Link
+from meshpipe.wire.link import HEARTBEAT, Heartbeat, Link
 from meshpipe.wire.security import OPEN, Security
 
 log = logging.getLogger("meshpipe.remote")
+
+READY_DEADLINE = 120.0
+"""Seconds in which a child has to have loaded its stage."""
 
 
 @define(eq=False)
@@ -60,6 +64,7 @@ class ReturnRoute:
     security: Security
     listen_host: str | None
     direct: bool = True
+    heartbeat: Heartbeat = HEARTBEAT
     kind: str = "relay"
     _streams: set[Link] = field(factory=set)  # that were proven and not lost since
 
@@ -81,7 +86,9 @@ class ReturnRoute:
         except MeshpipeError as error:
             log.info("no direct return stream: %s", error)
             return False
-        link = Link(f"{self.pipeline} return", self.sink, connection, accepts=UPWARD)
+        link = Link(
+            f"{self.pipeline} return", self.sink, connection, accepts=UPWARD, heartbeat=self.heartbeat
+        )
         nursery.start_soon(self._carry, link, lost)
         return await self._proven(link)
 
@@ -99,7 +106,15 @@ class ReturnRoute:
             if call.hello.role != "return" or call.hello.pipeline != self.pipeline or arrived:
                 raise HandshakeError("only the last stage of this pipeline is expected here")
             await call.accept()
-            arrived.append(Link(f"{self.pipeline} return", self.sink, call.data, accepts=UPWARD))
+            arrived.append(
+                Link(
+                    f"{self.pipeline} return",
+                    self.sink,
+                    call.data,
+                    accepts=UPWARD,
+                    heartbeat=self.heartbeat,
+                )
+            )
             came.set()
             await self._carry(arrived[0], lost)
             serving.cancel()
@@ -150,13 +165,15 @@ async def open_remote(
     listen_host: str | None = "127.0.0.1",
     stall_deadline: float = STALL_DEADLINE,
     direct: bool = True,
+    heartbeat: Heartbeat = HEARTBEAT,
+    connect_deadline: float = WARM_UP,
 ) -> AsyncIterator[Coordinator]:
     """Joins stages that are running already; `topology` is read from a file if it is a path.
 
     `vocabulary` is a tokenizer, which stays open, or the file that has one (the model, or a slice from layer 0);
     without it the topology's `model` is that file. `lanes` and `context` are the least that every stage must
     have. `direct` False leaves the direct return stream out; a reverse one is awaited on `listen_host` (None:
-    not at all).
+    not at all). `connect_deadline`: seconds to reach the first stage, and to try each return route.
 
     Raises StageLostError for a stage that cannot be reached, HandshakeError naming what does not agree, and
     UsageError when no file with the vocabulary is known.
@@ -183,7 +200,9 @@ async def open_remote(
     try:
         async with AsyncExitStack() as connections, owned_nursery() as nursery:
             sink = ReturnSink()
-            data, control, answer = await connect_link(Address.parse(places[0].address), hello, security)
+            data, control, answer = await connect_link(
+                Address.parse(places[0].address), hello, security, connect_deadline
+            )
             connections.push_async_callback(data.aclose)
             connections.push_async_callback(control.aclose)
             descriptors = answer.descriptors
@@ -193,7 +212,7 @@ async def open_remote(
                     f"the vocabulary has {source.size} tokens, the model of the stages {descriptors[0].n_vocab}: "
                     "name the model that they serve"
                 )
-            first = Link(f"{pipeline} first", sink, data, control, accepts=UPWARD)
+            first = Link(f"{pipeline} first", sink, data, control, accepts=UPWARD, heartbeat=heartbeat)
             back = ReturnRoute(
                 pipeline,
                 Address.parse(places[-1].return_address or places[-1].address),
@@ -202,6 +221,7 @@ async def open_remote(
                 security,
                 listen_host,
                 direct,
+                heartbeat,
             )
             coordinator = Coordinator(
                 nursery,
@@ -223,7 +243,7 @@ async def open_remote(
                 await back.open(nursery, return_lost, STEADY)
                 coordinator.reroute()  # the last stage may have noticed the loss later than this side
 
-            await back.open(nursery, return_lost)
+            await back.open(nursery, return_lost, connect_deadline)
             coordinator.check_route = first.check
             coordinator.return_route = lambda: back.kind
             coordinator.pipe.link = await coordinator.round_trip()
@@ -265,19 +285,21 @@ async def open_spawned(
     lanes: int = 1,
     context: int = 4096,
     threads: int = 1,
-    ready_deadline: float = 120.0,
+    ready_deadline: float = READY_DEADLINE,
     **remote: Any,
 ) -> AsyncIterator[Coordinator]:
     """Starts a child process for every stage, on loopback, and joins them; ends them whatever happens.
 
     `conditions` are suffered on every link between neighbouring stages, both ways, and on the return.
-    `stage_arguments` are further arguments of `meshpipe stage`.
+    `stage_arguments` are further arguments of `meshpipe stage`; settings in the environment are not the
+    children's.
     """
     boundaries = await trio.to_thread.run_sync(plan, model, split, context)
     ranges = list(pairwise(boundaries))
     for start, stop in ranges:  # one after the other: they read the same disk
         await trio.to_thread.run_sync(slice_model, model, start, stop)
     vocabulary_file = await trio.to_thread.run_sync(slice_model, model, *ranges[0])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MESHPIPE_")}
     async with owned_nursery() as nursery:
         children: dict[int, trio.Process] = {}  # by stage
         places: list[StagePlace] = [StagePlace("")] * len(ranges)
@@ -299,6 +321,7 @@ async def open_spawned(
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     check=False,
+                    env=environment,
                     start_new_session=True,  # Ctrl-C is for the parent, whose end they notice
                 )
             )

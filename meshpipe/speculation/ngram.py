@@ -28,8 +28,15 @@ from attrs import frozen
 from meshpipe.errors import UsageError
 from meshpipe.speculation.suffix_automaton import ROOT, SuffixAutomaton
 
-LIMITS = {"min_n": (1, 16), "max_n": (1, 16), "min_match": (1, 1024), "max_tokens": (1, 4096)}
-"""What the fields of NgramConfig may be, both ends included; `max_indexed` is from 1 to 2**24."""
+KINDS = ("suffix", "cache")
+LIMITS = {
+    "min_n": (1, 16),
+    "max_n": (1, 16),
+    "min_match": (1, 1024),
+    "max_tokens": (1, 4096),
+    "max_indexed": (1, 2**24),
+}
+"""What the fields of NgramConfig may be, both ends included."""
 
 
 @frozen
@@ -52,9 +59,9 @@ class NgramConfig:
     max_indexed: int = 262_144
 
     def __attrs_post_init__(self) -> None:
-        if self.kind not in ("suffix", "cache"):
+        if self.kind not in KINDS:
             raise UsageError(f"n-gram kind {self.kind!r}: choose 'suffix' or 'cache'")
-        for name, (low, high) in (LIMITS | {"max_indexed": (1, 2**24)}).items():
+        for name, (low, high) in LIMITS.items():
             value = getattr(self, name)
             if not isinstance(value, int) or not low <= value <= high:
                 raise UsageError(f"n-gram {name} is {value!r}: it must be an integer from {low} to {high}")

@@ -54,6 +54,23 @@ class Conditions:
     window: int = field(default=64 << 20, validator=_sensible)
     seed: int = 0
 
+    @classmethod
+    def parse(cls, text: str) -> Conditions:
+        """From `delay=0.1,jitter=0.01,bandwidth=1e6`. Raises UsageError."""
+        values: dict[str, Any] = {}
+        for part in filter(None, text.split(",")):
+            name, equals, number = part.partition("=")
+            try:
+                if not equals or name not in ("delay", "jitter", "bandwidth", "loss", "stall"):
+                    raise ValueError
+                values[name] = float(number)
+            except ValueError:
+                raise UsageError(
+                    "link conditions look like delay=0.1,jitter=0.01,bandwidth=1e6 (seconds, bytes a second), "
+                    f"not {text!r}"
+                ) from None
+        return cls(**values)
+
 
 class Schedule:
     """When what is sent arrives: a queue before the bottleneck, then delay, jitter and stalls, in order."""

@@ -67,6 +67,9 @@ class Heartbeat:
     deadline: float = 10.0
 
 
+HEARTBEAT = Heartbeat()
+
+
 @attrs.define
 class Traffic:
     """What a link has carried. `blocked` is the seconds spent inside sends, writes that failed not counted."""
@@ -126,7 +129,7 @@ class Link:
         *,
         bounds: Mapping[str, int] = BOUNDS,
         accepts: tuple[type, ...] = (object,),
-        heartbeat: Heartbeat | None = Heartbeat(),
+        heartbeat: Heartbeat | None = HEARTBEAT,
         conditions: Conditions | None = None,
     ) -> None:
         self.name = name

@@ -1,0 +1,89 @@
+"""From settings to a pipeline: in this process, in child processes, or of stages that run already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+
+from meshpipe.cli.arguments import flags_of
+from meshpipe.configuration import Configured, settings
+from meshpipe.errors import UsageError
+from meshpipe.pipeline.coordinator import Coordinator
+from meshpipe.pipeline.local import open_local
+from meshpipe.pipeline.remote import open_remote, open_spawned
+from meshpipe.topology.layout import read_topology
+
+Opener = Callable[[], AbstractAsyncContextManager[Coordinator]]
+
+
+def pipeline_of(configured: Configured) -> Opener:
+    """The pipeline that the settings ask for, not opened yet. Blocks: reads the topology, keys, certificates.
+
+    Raises UsageError for settings that do not go together.
+    """
+    chosen = configured.settings
+    if chosen.topology is not None:
+        return _connected(configured)
+    if chosen.model is None:
+        raise UsageError("name the model with --model, or the stages with --topology")
+    if chosen.spawn:
+        return _spawned(configured, chosen.model)
+    for name in ("delay_ms", "activation"):
+        if getattr(chosen, name) != settings()[name].default:
+            raise UsageError(f"{configured.say(name)} concerns links: use --spawn or --topology")
+    return partial(
+        open_local, chosen.model, chosen.split, stall_deadline=chosen.stall_deadline, **chosen.stage_engine()
+    )
+
+
+def _connected(configured: Configured) -> Opener:
+    """Lanes and context, where somebody asked for them, are the least that every stage must have."""
+    chosen = configured.settings
+    assert chosen.topology is not None
+    for name in ("split", "spawn", "delay_ms", "activation"):
+        if configured.given(name):
+            raise UsageError(
+                f"{configured.say('topology')} says what the stages are: leave out {configured.say(name)}"
+            )
+    for setting in settings().values():
+        at_stage = setting.group == "engine" and setting.name not in ("lanes", "context")
+        if at_stage and configured.origins[setting.name] == setting.flag:
+            raise UsageError(f"{setting.flag} is for the machines of the stages: give it to `meshpipe stage`")
+    return partial(
+        open_remote,
+        read_topology(chosen.topology),
+        chosen.model,
+        lanes=chosen.lanes if configured.given("lanes") else 1,
+        context=chosen.context if configured.given("context") else 1,
+        security=chosen.security(),
+        direct=chosen.direct_return,
+        listen_host=chosen.return_host,
+        heartbeat=chosen.links_heartbeat(),
+        connect_deadline=chosen.connect_deadline,
+        stall_deadline=chosen.stall_deadline,
+    )
+
+
+def _spawned(configured: Configured, model: str) -> Opener:
+    chosen = configured.settings
+    return partial(
+        open_spawned,
+        model,
+        chosen.split,
+        stage_arguments=flags_of(
+            configured, "engine", "links", "security", but=("lanes", "context", "threads")
+        ),
+        conditions=chosen.spawn_conditions(),
+        activation=chosen.activation,
+        lanes=chosen.lanes,
+        context=chosen.context,
+        threads=chosen.threads,
+        ready_deadline=chosen.ready_deadline,
+        security=chosen.security(),
+        direct=chosen.direct_return,
+        listen_host=chosen.return_host,
+        heartbeat=chosen.links_heartbeat(),
+        connect_deadline=chosen.connect_deadline,
+        stall_deadline=chosen.stall_deadline,
+    )
