@@ -38,20 +38,6 @@ BOUNDS: dict[str, tuple[float, float]] = {
 """What the settings may be, both ends included; whole numbers for what has to be one."""
 
 
-BOUNDS: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0),
-    "top_k": (-(2**31), 2**31 - 1),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repeat_penalty": (0.01, 100.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "presence_penalty": (-2.0, 2.0),
-    "seed": (0, 2**63 - 1),
-    "penalty_last_n": (0, 2**20),
-}
-"""What the settings may be, both ends included; whole numbers for what has to be one."""
-
-
 def check(sampling: Sampling) -> Sampling:
     """The settings as they are, or UsageError naming the one that is out of bounds."""
     for name, (low, high) in BOUNDS.items():
