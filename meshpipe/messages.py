@@ -259,6 +259,32 @@ class Pong:
 
 
 @frozen
+class Record:
+    """Asks every stage of a route to record spans from now on, or, with `on` false, to stop and send what it has.
+
+    Travels down the route; each stage answers either with Spans, up the links.
+    """
+
+    on: bool
+
+
+@frozen
+class Spans:
+    """Some of a stage's spans as bytes (`telemetry.spans.pack_spans`); `last` with the last of them.
+
+    `full`: the recorder's ring has come round. `next_ahead` and `next_give_or_take`: the clock of the stage after
+    this one against this one's, in seconds (`telemetry.clocks.Offset`); None if not known, or there is none.
+    """
+
+    stage: int
+    data: bytes = b""
+    last: bool = True
+    full: bool = False
+    next_ahead: float | None = None
+    next_give_or_take: float | None = None
+
+
+@frozen
 class StageDescriptor:
     """What a stage is and admits: what a session, a split and a handshake are checked against.
 

@@ -14,6 +14,8 @@ from meshpipe.pipeline.local import join_stages
 from meshpipe.pipeline.runner import SimulatedRunner
 from meshpipe.pipeline.sink import ReturnSink
 from meshpipe.pipeline.stage import Stage
+from meshpipe.pipeline.tracing import Tracer
+from meshpipe.telemetry.spans import Recorder
 from meshpipe.wire import Conditions
 
 VOCABULARY = 1000
@@ -105,7 +107,8 @@ async def simulated(
     async with owned_nursery() as nursery:
         sink = ReturnSink()
         conditions = Conditions(delay=delay, jitter=jitter) if delay is not None else None
-        first, actors = join_stages(nursery, runners, sink, conditions)
+        recorder = Recorder()
+        first, actors = join_stages(nursery, runners, sink, conditions, recorder)
         coordinator = Coordinator(
             nursery,
             first,
@@ -113,5 +116,6 @@ async def simulated(
             [runner.descriptor for runner in runners],
             FakeVocabulary(),  # type: ignore[arg-type]
             link=(delay or 0.0) * stages,
+            tracer=Tracer(recorder, stages),
         )
         yield Simulated(coordinator, actors)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -33,10 +33,14 @@ from meshpipe.pipeline.session import (
 from meshpipe.pipeline.sink import ReturnSink
 from meshpipe.pipeline.stage import Sender
 from meshpipe.pipeline.stops import StopStrings
+from meshpipe.pipeline.tracing import Tracer
 from meshpipe.speculation.ledger import Ledger, Limits
 from meshpipe.speculation.ngram import SharedStore
 from meshpipe.speculation.policy import CostCurve, Pipe
 from meshpipe.speculation.settings import Speculation
+from meshpipe.telemetry.spans import COORDINATOR, Kind, Recorder, Span
+from meshpipe.telemetry.trace import Trace
+from meshpipe.wire.endpoints import STEADY
 
 STALL_DEADLINE = 30.0
 """Seconds without any progress after which a session gives up."""
@@ -112,6 +116,7 @@ class Coordinator:
     `sink`; `link` is the seconds that links add to a round trip; `encoding_exact` says that activations travel
     unchanged. `check_route` makes sure of the way to the first stage before a request uses it; `return_route`
     tells how replies come back, `processes` the numbers of the stages' processes, in order, if they were spawned.
+    `tracer` records traces; `observers` are told of each reply, and of each request that is done.
     """
 
     def __init__(
@@ -126,6 +131,7 @@ class Coordinator:
         stall_deadline: float = STALL_DEADLINE,
         shared: SharedStore | None = None,
         encoding_exact: bool = True,
+        tracer: Tracer | None = None,
     ) -> None:
         self.descriptors = tuple(descriptors)
         self.vocabulary = vocabulary
@@ -142,7 +148,10 @@ class Coordinator:
         )
         self.pipe = Pipe(curves, link)
         self.credits = CreditScheduler()
-        self._around = Surroundings(first, self.pipe, self.credits, stall_deadline)
+        self._tracer = tracer or Tracer(Recorder(), len(self.descriptors))
+        recorder = self._tracer.recorder
+        self._around = Surroundings(first, self.pipe, self.credits, stall_deadline, recorder)
+        self.observers = self._around.observers
         self._nursery = nursery
         self._shared = shared
         self._numbers = count(secrets.randbits(40) << 20)
@@ -228,6 +237,7 @@ class Coordinator:
 
         async def guarded() -> None:
             """What goes wrong with one request is that request's failure, whatever it is."""
+            began = trio.current_time()
             self._live.add(number)
             try:
                 await run()
@@ -238,6 +248,8 @@ class Coordinator:
             finally:
                 output.channel.close()
                 self._live.discard(number)
+                if (recorder := self._tracer.recorder).on:
+                    recorder.add(Span(Kind.REQUEST, began, trio.current_time(), COORDINATOR, number))
 
         def end() -> None:
             waiting.cancel()
@@ -291,6 +303,23 @@ class Coordinator:
         if isinstance(answer, SessionFailed):
             raise EngineError(f"stage {answer.stage}: {answer.reason}")
         return elapsed
+
+    @asynccontextmanager
+    async def tracing(self) -> AsyncIterator[Trace]:
+        """Records what happens meanwhile, here and at every stage; the trace is whole after the block.
+
+        Spans of a stage that does not send them in time are missing, and the trace says so. Raises UsageError
+        if a trace is being recorded already.
+        """
+        trace = Trace(stages=len(self.descriptors))
+        await self._tracer.start()
+        try:
+            yield trace
+            if not self._live:  # then whatever was on its way to a stage has come before this
+                with suppress(MeshpipeError):
+                    await self.round_trip(STEADY)
+        finally:
+            await self._tracer.stop(trace)
 
     def fail_all(self, stage: int, reason: str) -> None:
         """A stage or a link is gone: ends every session, and refuses new ones, with the reason."""

@@ -27,12 +27,15 @@ from meshpipe.messages import (
     Hello,
     OpenReturn,
     OpenSession,
+    Record,
     SessionFailed,
     StageDescriptor,
     Window,
 )
 from meshpipe.pipeline.runner import Runner
 from meshpipe.pipeline.stage import UPWARD, Inlet, Nothing, Route, RouteLost, Sender, Stage, stage_mailbox
+from meshpipe.pipeline.tracing import send_spans
+from meshpipe.telemetry.spans import LinkSpans, Recorder
 from meshpipe.wire.conditions import Conditions
 from meshpipe.wire.endpoints import STEADY, WARM_UP, Address, Call, connect, connect_link, serve
 from meshpipe.wire.handshake import check_hello
@@ -48,6 +51,7 @@ class WayBack:
 
     relay: Sender
     stream: Sender | None = None
+    watch: LinkSpans | None = None
 
     async def send(self, message: object) -> None:
         """See `Sender.send`."""
@@ -72,10 +76,13 @@ class _RouteInlet:
 
     stage: Inlet
     open_return: Callable[[str], Awaitable[None]]
+    record: Callable[[Record], Awaitable[None]]
 
     async def send(self, message: object) -> None:
         if isinstance(message, OpenReturn):
             await self.open_return(message.address)
+        elif isinstance(message, Record):
+            await self.record(message)
         else:
             await self.stage.send(message)
 
@@ -162,6 +169,8 @@ class StageHost:
         down: Link | None = None
         later: tuple[StageDescriptor, ...] = ()
         name = f"{hello.pipeline}/{hello.stage}"
+        recorder = Recorder()
+        watch = LinkSpans(recorder, hello.stage)
         async with AsyncExitStack() as stack, owned_nursery() as nursery:
             # The way up exists before anything can come down, and the name is taken before anything is awaited.
             up = Link(
@@ -169,9 +178,10 @@ class StageHost:
                 _Later(lambda: inlet),
                 call.data,
                 call.control,
-                accepts=(OpenSession, Window, CloseSession, Discard, OpenReturn),
+                accepts=(OpenSession, Window, CloseSession, Discard, OpenReturn, Record),
                 conditions=self.conditions_upward,
                 heartbeat=self.heartbeat,
+                watch=watch,
             )
             back = self._routes[hello.pipeline] = WayBack(up.ref)
             stack.callback(self._routes.pop, hello.pipeline)
@@ -194,8 +204,10 @@ class StageHost:
                     accepts=UPWARD,
                     conditions=self.conditions,
                     heartbeat=self.heartbeat,
+                    watch=watch,
                 )
-            route = Route(down.ref if down is not None else None, back, hello.stage)
+            back.watch = watch
+            route = Route(down.ref if down is not None else None, back, hello.stage, recorder=recorder)
 
             async def open_return(address: str) -> None:
                 if down is not None:
@@ -203,7 +215,12 @@ class StageHost:
                 else:
                     nursery.start_soon(self._reverse, hello, back, address)
 
-            inlet = _RouteInlet(Inlet(self._mailbox, route), open_return)
+            async def record(message: Record) -> None:
+                if down is not None:
+                    await down.ref.send(message)
+                nursery.start_soon(send_spans, message, hello.stage, recorder, up.ref, down)
+
+            inlet = _RouteInlet(Inlet(self._mailbox, route), open_return, record)
             try:
                 await call.accept((descriptor, *later))
                 if down is not None:
@@ -256,6 +273,7 @@ class StageHost:
             accepts=(),
             conditions=self.conditions,
             heartbeat=self.heartbeat,
+            watch=back.watch,
         )
         await self._use(back, link)
 
@@ -278,6 +296,7 @@ class StageHost:
                     accepts=(),
                     conditions=self.conditions,
                     heartbeat=self.heartbeat,
+                    watch=back.watch,
                 ),
             )
         finally:

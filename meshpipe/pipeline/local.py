@@ -21,6 +21,8 @@ from meshpipe.pipeline.planning import Split, plan
 from meshpipe.pipeline.runner import LlamaRunner, Runner
 from meshpipe.pipeline.sink import ReturnSink
 from meshpipe.pipeline.stage import Inlet, Nothing, Route, Sender, Stage, stage_mailbox
+from meshpipe.pipeline.tracing import Tracer
+from meshpipe.telemetry.spans import LinkSpans, Recorder
 from meshpipe.wire.conditions import Conditions
 from meshpipe.wire.connections import memory_pair
 from meshpipe.wire.link import Link
@@ -31,11 +33,14 @@ def join_stages(
     runners: Sequence[Runner],
     sink: Sender,
     conditions: Conditions | None = None,
+    recorder: Recorder | None = None,
 ) -> tuple[Sender, list[Stage]]:
     """Starts a stage actor for each runner, joined in order by memory; returns the way to the first, and them.
 
     With `conditions`, neighbours are joined by links that suffer them, and so is the return from the last stage.
+    `recorder` is told what all of them do.
     """
+    recorder = recorder or Recorder()
     mailboxes = [stage_mailbox() for _ in runners]
     stages = [Stage(mailbox, runner) for mailbox, runner in zip(mailboxes, runners, strict=True)]
     for mailbox, stage in zip(mailboxes, stages, strict=True):
@@ -43,22 +48,26 @@ def join_stages(
     last = len(stages) - 1
     way_back = sink
     if conditions is not None:
-        way_back = _linked(nursery, "return", sink, Nothing(), conditions)
+        way_back = _linked(nursery, "return", sink, Nothing(), conditions, LinkSpans(recorder, last))
     downstream: Sender | None = None
     for index in reversed(range(len(stages))):
-        inlet = Inlet(mailboxes[index], Route(downstream, way_back if index == last else sink, index))
+        route = Route(downstream, way_back if index == last else sink, index, recorder=recorder)
+        inlet = Inlet(mailboxes[index], route)
         downstream = inlet
         if conditions is not None and index > 0:
-            downstream = _linked(nursery, f"{index - 1}-{index}", inlet, Nothing(), conditions)
+            watch = LinkSpans(recorder, index - 1)
+            downstream = _linked(nursery, f"{index - 1}-{index}", inlet, Nothing(), conditions, watch)
     assert downstream is not None
     return downstream, stages
 
 
-def _linked(nursery: trio.Nursery, name: str, there: Sender, here: Sender, conditions: Conditions) -> Sender:
+def _linked(
+    nursery: trio.Nursery, name: str, there: Sender, here: Sender, conditions: Conditions, watch: LinkSpans
+) -> Sender:
     """A link in memory from here to `there`; returns the end to send to."""
     near_data, far_data = memory_pair()
     near_control, far_control = memory_pair()
-    sending = Link(name, here, near_data, near_control, conditions=conditions, heartbeat=None)
+    sending = Link(name, here, near_data, near_control, conditions=conditions, heartbeat=None, watch=watch)
     receiving = Link(name, there, far_data, far_control, conditions=conditions, heartbeat=None)
     nursery.start_soon(sending.run)
     nursery.start_soon(receiving.run)
@@ -93,7 +102,8 @@ async def open_local(
         opened.callback(vocabulary.close)
         async with owned_nursery() as nursery:
             sink = ReturnSink()
-            first, _ = join_stages(nursery, runners, sink, conditions)
+            recorder = Recorder()
+            first, _ = join_stages(nursery, runners, sink, conditions, recorder)
             yield Coordinator(
                 nursery,
                 first,
@@ -102,4 +112,5 @@ async def open_local(
                 vocabulary,
                 link=(conditions.delay if conditions else 0.0) * len(runners),
                 stall_deadline=stall_deadline,
+                tracer=Tracer(recorder, len(runners)),
             )

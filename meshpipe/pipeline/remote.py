@@ -27,6 +27,8 @@ from meshpipe.pipeline.coordinator import STALL_DEADLINE, Coordinator
 from meshpipe.pipeline.planning import Split, plan
 from meshpipe.pipeline.sink import ReturnSink
 from meshpipe.pipeline.stage import UPWARD
+from meshpipe.pipeline.tracing import RemoteTracer
+from meshpipe.telemetry.spans import COORDINATOR, LinkSpans, Recorder
 from meshpipe.topology.layout import StagePlace, Topology, read_topology
 from meshpipe.wire.conditions import Conditions
 from meshpipe.wire.endpoints import (
@@ -212,7 +214,11 @@ async def open_remote(
                     f"the vocabulary has {source.size} tokens, the model of the stages {descriptors[0].n_vocab}: "
                     "name the model that they serve"
                 )
-            first = Link(f"{pipeline} first", sink, data, control, accepts=UPWARD, heartbeat=heartbeat)
+            recorder = Recorder()
+            watch = LinkSpans(recorder, COORDINATOR)
+            first = Link(
+                f"{pipeline} first", sink, data, control, accepts=UPWARD, heartbeat=heartbeat, watch=watch
+            )
             back = ReturnRoute(
                 pipeline,
                 Address.parse(places[-1].return_address or places[-1].address),
@@ -232,6 +238,7 @@ async def open_remote(
                 link=0.0,
                 stall_deadline=stall_deadline,
                 encoding_exact=topology.activation == "float32",
+                tracer=RemoteTracer(recorder, len(descriptors), first, sink),
             )
             nursery.start_soon(_carry_first, first, coordinator)
 

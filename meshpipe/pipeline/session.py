@@ -18,7 +18,7 @@ from itertools import count
 from typing import Protocol
 
 import trio
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 from meshpipe.actors import Actor, Ask, Mailbox, handles
 from meshpipe.errors import ActorGoneError, EngineError, MeshpipeError, StageLostError
@@ -44,6 +44,8 @@ from meshpipe.speculation.ledger import Commit, Ledger
 from meshpipe.speculation.ngram import NgramProposer, SharedStore
 from meshpipe.speculation.policy import Pace, Pipe
 from meshpipe.speculation.settings import Speculation
+from meshpipe.telemetry.observers import Observer
+from meshpipe.telemetry.spans import COORDINATOR, Cause, Kind, Recorder, Span
 
 
 class Text(Protocol):
@@ -118,12 +120,17 @@ class Request:
 
 @frozen
 class Surroundings:
-    """What sessions share: the pipe and its credits, the way to the first stage, how long silence may last."""
+    """What sessions share: the pipe and its credits, the way to the first stage, how long silence may last.
+
+    `recorder` and `observers` are told what happens.
+    """
 
     first: Sender
     pipe: Pipe
     credits: CreditScheduler
     stall_deadline: float
+    recorder: Recorder = field(factory=Recorder)
+    observers: list[Observer] = field(factory=list)
 
 
 class Session(Actor[SessionMessage]):
@@ -159,6 +166,7 @@ class Session(Actor[SessionMessage]):
         self._sent: dict[int, float] = {}  # dispatch times of windows that want a reply
         self._watch = Stopwatch(trio.current_time())
         self._logprobs: dict[int, TokenLogprobs] = {}  # of picks that are not committed yet, by position
+        self._waits_for = Cause.REPLY
 
     async def run(self) -> None:
         """Until the last token, a failure or a cancellation; frees the lane on every stage in any case."""
@@ -178,6 +186,7 @@ class Session(Actor[SessionMessage]):
         finally:
             self._credits.close()
             self._output.channel.close()
+            self._record(Kind.SESSION, 0, self._ledger.generated, self._watch.began)
             await self._leave()
 
     async def _handle_next(self) -> None:
@@ -188,6 +197,7 @@ class Session(Actor[SessionMessage]):
         """
         patience = self._around.stall_deadline
         patience += 10 * self._around.pipe.latency(self._ledger.limits.prefill_width)
+        began = trio.current_time()
         with trio.move_on_after(patience) as scope:
             await self.mailbox.wait()
         if scope.cancelled_caught:
@@ -195,6 +205,7 @@ class Session(Actor[SessionMessage]):
                 f"session {self._ledger.session}: no reply for {patience:.0f} s with "
                 f"{len(self._sent)} windows in flight; a stage or a link hangs"
             )
+        self._record(Kind.WAIT, 0, len(self._sent), began, self._waits_for)
         for message in (*self.mailbox.take("control"), *self.mailbox.take("replies")):
             await self.dispatch(message.message if isinstance(message, Ask) else message)
             if self._ledger.finished is not None:
@@ -219,8 +230,11 @@ class Session(Actor[SessionMessage]):
         """A window's picks: commits what they confirm."""
         now = trio.current_time()
         sent = self._sent.pop(reply.number, None)
+        self._record(Kind.REPLY, reply.number, len(reply.tokens), epoch=reply.epoch)
         if sent is not None and reply.epoch == self._ledger.epoch:
             self._around.pipe.observe(now - sent, reply.timings)
+            for observer in self._around.observers:
+                observer.replied(now - sent, reply.timings)
         if reply.epoch == self._ledger.epoch:
             self._logprobs |= zip(count(reply.start + 1), reply.logprobs, strict=False)
         for commit in self._ledger.receive(reply):
@@ -267,6 +281,8 @@ class Session(Actor[SessionMessage]):
 
     async def _committed(self, commit: Commit, now: float) -> None:
         self._credits.retire(commit.number)
+        epoch = commit.epoch - commit.diverged
+        self._record(Kind.COMMIT, commit.number, len(commit.tokens), None, commit.diverged, epoch)
         if commit.diverged:
             self._credits.drop_all()
             self._sent.clear()
@@ -303,12 +319,15 @@ class Session(Actor[SessionMessage]):
             reason=reason,
             exact=self._request.exact,
         )
+        for observer in self._around.observers:
+            observer.finished(report)
         self._output.channel.send_nowait(Piece(rest, (), report))
 
     # ---------------------------------------------------------------- what goes
 
     async def _refill(self) -> None:
         """Sends every window that there is something to send for, and a credit."""
+        self._waits_for = Cause.REPLY
         while self._ledger.finished is None:
             if self._ledger.prefilling:
                 if self._prefill_room < 1:
@@ -318,13 +337,17 @@ class Session(Actor[SessionMessage]):
                 self._prefill_room -= not window.wanted
                 survival: Sequence[float] = [1.0]
             else:
+                began = trio.current_time()
                 survival = self._composite.survival()
+                self._record(Kind.PROPOSE, 0, len(survival), began)
                 width = self._pace.next_width(survival)
                 if not width:
                     self._credits.wants = False
+                    self._waits_for = Cause.REPLY if self._pace.full else Cause.PROPOSAL
                     return
                 borrows = self._pace.in_flight and not self._fixed_depth
                 if borrows and not self._credits.may_borrow(self._around.pipe.latency(width)):
+                    self._waits_for = Cause.CREDIT
                     return
                 window = self._composite.dispatch(width)
                 if window is None:
@@ -339,7 +362,25 @@ class Session(Actor[SessionMessage]):
             self._credits.take(window.number, self._pace.pipe.slowest(len(survival)))
             self._sent[window.number] = now
             self._watch.sent(now, window.wanted, self._ledger.in_flight)
+        kind = Kind.DISPATCH if window.wanted == window.width else Kind.PREFILL
+        self._record(kind, window.number, window.width, None, window.start)
         await self._around.first.send(window)
+
+    def _record(
+        self,
+        kind: Kind,
+        window: int,
+        value: int,
+        began: float | None = None,
+        detail: int = 0,
+        epoch: int | None = None,
+    ) -> None:
+        """Tells the recorder, if it is on: from `began` to now, or an instant."""
+        if (recorder := self._around.recorder).on:
+            now = trio.current_time()
+            session, epoch = self._ledger.session, self._ledger.epoch if epoch is None else epoch
+            began = now if began is None else began
+            recorder.add(Span(kind, began, now, COORDINATOR, session, epoch, window, value, detail))
 
     def _prefill_depth(self) -> int:
         """Prefill windows that fill the pipe: by Little's law, and one more a stage to hide the hand-over."""

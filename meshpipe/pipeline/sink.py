@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from meshpipe.actors import Ref
 from meshpipe.errors import ActorGoneError
-from meshpipe.messages import Progress, Reply, SessionFailed, SessionOpened
+from meshpipe.messages import Progress, Reply, SessionFailed, SessionOpened, Spans
 from meshpipe.pipeline.session import SessionMessage
 
 
@@ -20,6 +20,8 @@ class ReturnSink:
         self.unclaimed = 0
         self.on_lost: Callable[[int, str], None] = lambda stage, reason: None
         """Called when a stage says that all its sessions have failed, before they hear of it."""
+        self.on_spans: Callable[[Spans], None] = lambda spans: None
+        """Called with what a stage has recorded."""
         self._sessions: dict[int, Ref[SessionMessage]] = {}
 
     def register(self, session: int, ref: Ref[SessionMessage]) -> None:
@@ -53,6 +55,9 @@ class ReturnSink:
         return room
 
     def _claimants(self, message: object) -> list[Ref[SessionMessage]]:
+        if isinstance(message, Spans):
+            self.on_spans(message)
+            return []
         if not isinstance(message, (Reply, Progress, SessionOpened, SessionFailed)):
             raise TypeError(f"a return sink does not take {type(message).__name__}")
         if message.session is None:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import trio
-from attrs import define, evolve, frozen
+from attrs import define, evolve, field, frozen
 
 from meshpipe.actors import Actor, Mailbox, handles
 from meshpipe.errors import ActorGoneError, MeshpipeError
@@ -35,12 +35,14 @@ from meshpipe.messages import (
     Reply,
     SessionFailed,
     SessionOpened,
+    Spans,
     Timing,
     Window,
 )
 from meshpipe.pipeline.merging import merged_count
 from meshpipe.pipeline.runner import Aborted, Job, Picks, Result, Runner
 from meshpipe.speculation.policy import CostCurve
+from meshpipe.telemetry.spans import Kind, Recorder, Span
 
 log = logging.getLogger("meshpipe.stage")
 
@@ -49,9 +51,9 @@ _NEVER = 2**63
 
 Downward = OpenSession | Window | CloseSession | Discard
 """What travels from the coordinator to the last stage."""
-Upward = Reply | Progress | SessionOpened | SessionFailed
+Upward = Reply | Progress | SessionOpened | SessionFailed | Spans
 """What travels to the coordinator."""
-UPWARD = (Reply, Progress, SessionOpened, SessionFailed)
+UPWARD = (Reply, Progress, SessionOpened, SessionFailed, Spans)
 
 
 class Sender(Protocol):
@@ -69,13 +71,14 @@ class Route:
     """One coordinator's path through this stage: the next stage (None at the last), and the way back.
 
     `index` is the stage's place on it. `lost` from when its coordinator is gone: what is still queued of it opens
-    no session any more.
+    no session any more. `recorder` is told what the stage does for it.
     """
 
     downstream: Sender | None
     back: Sender
     index: int = 0
     lost: bool = False
+    recorder: Recorder = field(factory=Recorder)
 
 
 @frozen
@@ -146,6 +149,15 @@ class Nothing:
         return True
 
 
+def record(
+    route: Route, kind: Kind, window: Window, began: float, ended: float, value: int, detail: int = 0
+) -> None:
+    """Tells the route's recorder, if it is on, what became of a window."""
+    if route.recorder.on:
+        session, epoch, number = window.session, window.epoch, window.number
+        route.recorder.add(Span(kind, began, ended, route.index, session, epoch, number, value, detail))
+
+
 @define(eq=False)
 class _Session:
     """What a stage keeps of a session. `tokens` are by position, as the windows said them."""
@@ -175,6 +187,9 @@ class _Queued:
     @property
     def is_stale(self) -> bool:
         return self.window.epoch < self.session.stale_below
+
+    def record(self, kind: Kind, began: float, ended: float, value: int, detail: int = 0) -> None:
+        record(self.session.route, kind, self.window, began, ended, value, detail)
 
     def contradicts_pick(self) -> bool:
         """Last stage: whether the pick of the window before has shown this one's epoch to be stale."""
@@ -352,7 +367,7 @@ class Stage(Actor[StageMessage]):
     async def _arrived_window(self, route: Route, window: Window, at: float) -> None:
         session = self._sessions.get((route, window.session))
         if session is None:  # refused, failed or closed: what still comes is of no use
-            self._count_dropped(window)
+            self._count_dropped(route, window, at)
         else:
             self._ready.append(_Queued(session, window, at))
 
@@ -383,7 +398,7 @@ class Stage(Actor[StageMessage]):
             if queued.contradicts_pick():
                 queued.session.make_stale(queued.window.epoch)
             if queued.is_stale:
-                self._count_dropped(queued.window)
+                self._count_dropped(queued.session.route, queued.window, queued.at)
             else:
                 kept.append(queued)
         self._ready = kept
@@ -433,6 +448,8 @@ class Stage(Actor[StageMessage]):
                 results = await self._runner.run(jobs)
             except Aborted:
                 self.counters.aborted += 1
+                for queued in runnable:
+                    queued.record(Kind.ABORT, began, trio.current_time(), queued.window.width)
             except MeshpipeError as error:
                 problem = error
             service = trio.current_time() - began
@@ -479,6 +496,9 @@ class Stage(Actor[StageMessage]):
             session, window = queued.session, queued.window
             self.counters.windows_run += 1
             self.counters.rows_run += window.width
+            if session.route.recorder.on:
+                queued.record(Kind.QUEUE, queued.at, began, window.width)
+                queued.record(Kind.COMPUTE, began, began + service, rows, window.width)
             if queued.contradicts_pick():  # the window before was of the same decode
                 session.make_stale(window.epoch)
             if queued.is_stale:
@@ -533,6 +553,7 @@ class Stage(Actor[StageMessage]):
         log.warning("stage %d: session %d failed: %s", route.index, session, reason)
         await self._send(route.back, SessionFailed(session, route.index, reason))
 
-    def _count_dropped(self, window: Window) -> None:
+    def _count_dropped(self, route: Route, window: Window, came: float) -> None:
+        record(route, Kind.DROP, window, came, trio.current_time(), window.width)
         self.counters.windows_dropped += 1
         self.counters.rows_dropped += window.width

@@ -185,6 +185,14 @@ class Pace:
         """Windows sent and neither retired nor stale."""
         return len(self._in_flight)
 
+    @property
+    def full(self) -> bool:
+        """Whether as many windows are in flight as may be, or as fill the pipe: more guesses would not be sent."""
+        if self.depth != "auto":
+            return self.in_flight >= self.depth
+        work = sum(window.work for window in self._in_flight)
+        return self.in_flight >= self._max_depth or work >= self.pipe.latency(1) * (1 - 1e-9)
+
     def next_width(self, survival: Sequence[float]) -> int:
         """Rows of the window to send now, 0 to send none yet.
 

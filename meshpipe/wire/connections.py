@@ -31,6 +31,8 @@ JOIN_UP_TO = 64 << 10
 
 T = TypeVar("T")
 View = bytes | bytearray | memoryview
+Packed = Callable[[object, float, float, int], None]
+"""Is told of a message made into a frame: began and ended at, in trio's time, and the frame's bytes."""
 
 
 class Connection(ABC):
@@ -41,6 +43,7 @@ class Connection(ABC):
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
+        self.packed: Packed | None = None
         self.received_at = self.sent_at = trio.current_time()
 
     @abstractmethod
@@ -145,10 +148,13 @@ class SocketConnection(Connection):
         if not self._sendable:
             raise StageLostError(f"{self.peer}: an earlier send was cut short, the connection is lost")
         self._sendable = False
+        began = trio.current_time() if self.packed is not None else 0.0
         if self._encoding != "float32" and _is_large(frame):
             head, payload = await trio.to_thread.run_sync(pack, frame, self._encoding)
         else:
             head, payload = pack(frame, self._encoding)
+        if self.packed is not None:
+            self.packed(frame.message, began, trio.current_time(), len(head) + len(payload))
         if self._secure and len(payload) <= JOIN_UP_TO:
             buffers: list[View] = [head + payload]
         else:

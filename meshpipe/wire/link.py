@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -111,13 +111,26 @@ class Inbox(Protocol):
         """Waits for room if need be. Raises `ActorGoneError`."""
 
 
+class Watch(Protocol):
+    """Is told what becomes of the messages that a link sends. Times are trio's; must not raise."""
+
+    def packed(self, message: object, began: float, ended: float, size: int) -> None:
+        """A frame of so many bytes was made of it."""
+
+    def written(self, message: object, began: float, ended: float, size: int) -> None:
+        """Its frame was handed to the network; not called for one that failed."""
+
+    def dropped(self, window: Window, at: float) -> None:
+        """It was stale, and is not sent."""
+
+
 class Link:
     """One end of a link. Send to `ref`; what comes goes into `inbox`; `run` does the work.
 
     `control` None puts everything on the one connection `data`, control first (a return stream: its frames are
     small). `bounds` are those of the outbox. `conditions` are suffered by what this end sends, on each
     connection. A message that is none of `accepts`, or a question where `inbox` is no `Ref`, is a
-    `ProtocolError`. `heartbeat` None sends none and never finds the peer silent.
+    `ProtocolError`. `heartbeat` None sends none and never finds the peer silent. `watch` is told what is sent.
     """
 
     def __init__(
@@ -131,6 +144,7 @@ class Link:
         accepts: tuple[type, ...] = (object,),
         heartbeat: Heartbeat | None = HEARTBEAT,
         conditions: Conditions | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.name = name
         self.traffic = Traffic()
@@ -145,6 +159,11 @@ class Link:
         else:
             self._ways = [(control, (CONTROL,)), (data, (REPLIES, WINDOWS))]
         self._conditions = conditions
+        self._onlooker = watch
+        for connection, _ in self._ways:
+            connection.packed = watch.packed if watch is not None else None
+        self.beats: deque[tuple[float, float, float]] = deque(maxlen=64)
+        """The last heartbeats: sent (this clock), answered (the peer's), received (this clock); seconds."""
         self._numbers = itertools.count(1)
         self._asks: dict[int, Ask[Any]] = {}
         self._probes: dict[int, trio.Event] = {}
@@ -268,14 +287,17 @@ class Link:
             elif isinstance(message, CloseSession):
                 self._discarded.pop(message.session, None)
             elif self._is_stale(message):
-                self.traffic.stale_dropped += 1
+                self._dropped([message])
                 continue
             frame = self._frame(message)
             began = trio.current_time()
             size = await send(frame)
-            self.traffic.blocked += trio.current_time() - began
+            ended = trio.current_time()
+            self.traffic.blocked += ended - began
             self.traffic.frames_sent += 1
             self.traffic.bytes_sent += size
+            if self._onlooker is not None:
+                self._onlooker.written(message, began, ended, size)
 
     async def _read(self, connection: Connection) -> None:
         while True:
@@ -303,7 +325,9 @@ class Link:
             )  # as delivering is: a flood of Pings must not keep the event loop
             self._answer(Pong(message.nonce, message.sent, trio.current_time()))
         elif isinstance(message, Pong):
-            self._round_trips.append(trio.current_time() - message.sent)
+            now = trio.current_time()
+            self._round_trips.append(now - message.sent)
+            self.beats.append((message.sent, message.clock, now))
             if message.nonce in self._probes:
                 self._probes[message.nonce].set()
         elif isinstance(message, HANDSHAKE_ONLY):
@@ -378,4 +402,10 @@ class Link:
         while len(self._discarded) >= REMEMBERED:
             self._discarded.pop(next(iter(self._discarded)))
         self._discarded[discard.session] = max(known, discard.epoch)
-        self.traffic.stale_dropped += len(self._outbox.take(WINDOWS, self._is_stale))
+        self._dropped(self._outbox.take(WINDOWS, self._is_stale))
+
+    def _dropped(self, windows: Sequence[Any]) -> None:
+        self.traffic.stale_dropped += len(windows)
+        if self._onlooker is not None:
+            for window in windows:
+                self._onlooker.dropped(window, trio.current_time())
