@@ -8,7 +8,7 @@ import sys
 
 import bench
 
-SUPPORT = {"__main__", "measure", "peers", "prompts", "report", "rig", "trace"}
+SUPPORT = {"__main__", "models", "measure", "peers", "prompts", "report", "rig", "trace"}
 
 
 def main() -> None:

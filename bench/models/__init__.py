@@ -1,0 +1,1 @@
+"""Models that are made here to measure with."""
