@@ -1,0 +1,221 @@
+"""A pipeline in a thread of its own, which runs trio, for callers that do not: what `aio` and `blocking` share.
+
+Callers never wait for the thread to take something, and it never waits for them: work goes in by
+`run_sync_soon`, results come out as `concurrent.futures.Future`s, and pieces are handed to a function that only
+puts them into the caller's own queue. anyio's portal is not used because its cancelling waits for the other loop.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import trio
+
+from meshpipe.errors import StageLostError, UsageError
+from meshpipe.pipeline.coordinator import Coordinator, Generation
+from meshpipe.pipeline.local import open_local
+from meshpipe.pipeline.remote import open_remote, open_spawned
+from meshpipe.pipeline.session import Piece
+
+T = TypeVar("T")
+F = TypeVar("F", bound="Facade")
+NOT_OPEN = "the pipeline is not open: enter it first (with, async with, or open())"
+Opener = Callable[[], AbstractAsyncContextManager[Coordinator]]
+
+
+class Portal:
+    """Opens a pipeline in a new thread, and closes it there. Its methods may be called from any other thread.
+
+    `opened` is done when the pipeline is open, or could not be opened; `closed` when the thread has nothing left
+    to do: its result is the error that ended the pipeline, if one did. The thread is a daemon: a program that
+    forgets to close the pipeline can end.
+    """
+
+    def __init__(self, opener: Opener) -> None:
+        self.opened: Future[Coordinator] = Future()
+        self.closed: Future[BaseException | None] = Future()
+        self._started = False
+        self._opener = opener
+        self._lock = threading.Lock()
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._nursery: trio.Nursery | None = None
+        self._scope = trio.CancelScope()
+        self._closing = False
+
+    def start(self) -> None:
+        """Begins to open the pipeline."""
+        if self._started:
+            raise UsageError("this pipeline was opened before: make another one")
+        self._started = True
+        threading.Thread(target=self._run, name="meshpipe", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends every request, closes the pipeline and ends the thread; `closed` says when."""
+        with self._lock:
+            self._closing = True
+            token = self._token
+        if not self._started:
+            self._started = True
+            self.closed.set_result(None)
+        if token is not None:
+            with suppress(trio.RunFinishedError):
+                token.run_sync_soon(self._end)
+
+    def submit(self, function: Callable[[Coordinator], Awaitable[T]]) -> Future[T]:
+        """Runs an async function in the pipeline's thread. Cancelling the future cancels it.
+
+        The future fails with what the function raises, and with StageLostError if the pipeline is closed first.
+        """
+        future: Future[T] = Future()
+        scope = trio.CancelScope()
+
+        async def work() -> None:
+            try:
+                with scope:
+                    future.set_result(await function(self.opened.result()))
+            except Exception as error:
+                with suppress(InvalidStateError):  # the caller cancelled in the same moment
+                    future.set_exception(error)
+            finally:
+                _fail(future)
+
+        def cancelled(done: Future[T]) -> None:
+            if done.cancelled():
+                self.soon(scope.cancel)
+
+        def begin() -> None:
+            if self._nursery is None:
+                _fail(future)
+            else:
+                self._nursery.start_soon(work)
+
+        future.add_done_callback(cancelled)
+        if not self.soon(begin):
+            _fail(future)
+        return future
+
+    def soon(self, function: Callable[[], object]) -> bool:
+        """Calls a function in the pipeline's thread, if that still runs."""
+        if self._token is None:
+            raise UsageError(NOT_OPEN)
+        try:
+            self._token.run_sync_soon(function)
+        except trio.RunFinishedError:
+            return False
+        return True
+
+    def _end(self) -> None:
+        if self._nursery is not None:
+            self._nursery.cancel_scope.cancel()  # what is under way; then the pipeline closes as it should
+        elif not self.opened.done():
+            self._scope.cancel()
+
+    def _run(self) -> None:
+        try:
+            trio.run(self._main)
+        except BaseException as error:
+            with suppress(InvalidStateError):
+                self.opened.set_exception(error)
+            self.closed.set_result(error)
+        else:
+            with suppress(InvalidStateError):
+                self.opened.set_exception(StageLostError("the pipeline was closed before it was open"))
+            self.closed.set_result(None)
+
+    async def _main(self) -> None:
+        with self._lock:
+            self._token = trio.lowlevel.current_trio_token()
+            if self._closing:
+                self._scope.cancel()
+        with self._scope:
+            async with self._opener() as coordinator:
+                try:
+                    async with trio.open_nursery() as self._nursery:
+                        self.opened.set_result(coordinator)
+                        await trio.sleep_forever()
+                finally:
+                    self._nursery = None
+
+
+class Facade:
+    """What the pipelines of `aio` and `blocking` have in common.
+
+    Made by `local`, `spawn` and `connect`, whose arguments are those of `meshpipe.Pipeline`'s.
+    """
+
+    def __init__(self, opener: Opener) -> None:
+        self._portal = Portal(opener)
+
+    @classmethod
+    def local(cls: type[F], *arguments: Any, **options: Any) -> F:
+        """All stages in this process."""
+        return cls(partial(open_local, *arguments, **options))
+
+    @classmethod
+    def spawn(cls: type[F], *arguments: Any, **options: Any) -> F:
+        """A child process for each stage."""
+        return cls(partial(open_spawned, *arguments, **options))
+
+    @classmethod
+    def connect(cls: type[F], *arguments: Any, **options: Any) -> F:
+        """Stages that run already."""
+        return cls(partial(open_remote, *arguments, **options))
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The pipeline itself, to look at: `context`, `descriptors`, `exact`, `active`. Act on it by `run`."""
+        if not self._portal.opened.done():
+            raise UsageError(NOT_OPEN)
+        return self._portal.opened.result()
+
+
+class Feed:
+    """One request: its pieces, and at last how it ended, are handed to `deliver` in the pipeline's thread.
+
+    `deliver` takes a Piece, or at the very end None or an exception. `started` has the prompt's tokens once the
+    request is under way.
+    """
+
+    def __init__(
+        self, portal: Portal, options: dict[str, Any], deliver: Callable[[Piece | BaseException | None], None]
+    ) -> None:
+        self.started: Future[tuple[int, ...]] = Future()
+        self._portal = portal
+        self._options = options
+        self._deliver = deliver
+        self._generation: Generation | None = None
+        self._ended = portal.submit(self._pump)
+        self._ended.add_done_callback(self._end)
+
+    def cancel(self) -> None:
+        """Ends the request; what was committed before is still delivered."""
+        self._portal.soon(self._cancel)
+
+    def _cancel(self) -> None:
+        if self._generation is not None:
+            self._generation.cancel()
+        else:
+            self._ended.cancel()
+
+    async def _pump(self, coordinator: Coordinator) -> None:
+        async with coordinator.generate(**self._options) as self._generation:
+            self.started.set_result(self._generation.prompt_tokens)
+            async for piece in self._generation:
+                self._deliver(piece)
+
+    def _end(self, ended: Future[None]) -> None:
+        error = None if ended.cancelled() else ended.exception()
+        with suppress(InvalidStateError):
+            self.started.set_exception(error or StageLostError("the request was cancelled before it began"))
+        self._deliver(error)
+
+
+def _fail(future: Future[Any]) -> None:
+    """Nobody will finish this any more."""
+    with suppress(InvalidStateError):
+        future.set_exception(StageLostError("the pipeline was closed before this was done"))
