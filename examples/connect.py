@@ -14,7 +14,7 @@ from contextlib import ExitStack
 
 import trio
 
-from meshpipe import Pipeline, StagePlace, Topology
+from meshpipe import MeshpipeError, Pipeline, StagePlace, Topology
 from meshpipe.cli.demo import demo_model
 
 
@@ -55,4 +55,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except MeshpipeError as error:
+        sys.exit(str(error))

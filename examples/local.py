@@ -1,4 +1,4 @@
-"""A split model in one process: several requests at a time, a seed, and a report.
+"""A model in three stages, all in one process: several requests at a time, a seed, and a report.
 
     python examples/local.py [MODEL.gguf]
 
@@ -9,14 +9,14 @@ import sys
 
 import trio
 
-from meshpipe import Pipeline, Sampling
+from meshpipe import MeshpipeError, Pipeline, Sampling
 from meshpipe.cli.demo import demo_model
 
 QUESTIONS = ["What is a lighthouse for?", "Name three rivers of Europe.", "Why do cats purr?"]
 
 
 async def main(model: str) -> None:
-    async with Pipeline.local(model, split=2, lanes=len(QUESTIONS), context=1024) as pipeline:
+    async with Pipeline.local(model, split=3, lanes=len(QUESTIONS), context=1024) as pipeline:
 
         async def answer(question: str, seed: int) -> None:
             done = await pipeline.complete(
@@ -36,4 +36,7 @@ async def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    trio.run(main, sys.argv[1] if len(sys.argv) > 1 else str(demo_model()))
+    try:
+        trio.run(main, sys.argv[1] if len(sys.argv) > 1 else str(demo_model()))
+    except MeshpipeError as error:
+        sys.exit(str(error))

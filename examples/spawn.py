@@ -9,7 +9,7 @@ import sys
 
 import trio
 
-from meshpipe import Conditions, Pipeline, Speculation
+from meshpipe import Conditions, MeshpipeError, Pipeline, Speculation
 from meshpipe.cli.demo import demo_model
 
 PROMPT = """Month | Days
@@ -48,4 +48,7 @@ async def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    trio.run(main, sys.argv[1] if len(sys.argv) > 1 else str(demo_model()))
+    try:
+        trio.run(main, sys.argv[1] if len(sys.argv) > 1 else str(demo_model()))
+    except MeshpipeError as error:
+        sys.exit(str(error))

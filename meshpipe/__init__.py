@@ -6,7 +6,7 @@
                 print(piece.text, end="")
     print(generation.report)
 
-Everything here runs on trio.
+Everything here runs on trio; `meshpipe.aio` and `meshpipe.blocking` have the same for asyncio and for plain threads.
 """
 
 from __future__ import annotations
