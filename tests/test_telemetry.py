@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from functools import partial
+from pathlib import Path
 
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 from simulated import mixed, novel, periodic, simulated
@@ -12,6 +16,8 @@ from simulated import mixed, novel, periodic, simulated
 from meshpipe import Speculation
 from meshpipe.errors import ProtocolError, UsageError
 from meshpipe.telemetry.clocks import Offset, chain, estimate
+from meshpipe.telemetry.overlap import analyse
+from meshpipe.telemetry.perfetto import read_trace, write_trace
 from meshpipe.telemetry.spans import Kind, Recorder, Span, pack_spans, unpack_spans
 from meshpipe.telemetry.trace import Outcome, Trace, Track, flights
 
@@ -168,3 +174,153 @@ def test_clocks_that_differ_by_a_second_join_in_order() -> None:
     ]
     assert flight.unseen(2) == []
     assert trace.give_or_take == pytest.approx(0.02)
+
+
+# ---- the analysis, with answers that are known ---------------------------------------------------------
+
+TICK = 0.009  # seconds: a row's decode, and the delay of a link
+LINEAR = ((1, TICK), (2, 2 * TICK), (63, 63 * TICK))  # so that merging windows gains nothing
+GOLDEN = {"max_tokens": 1 + 3 * 10, "speculation": Speculation(depth=3, width=1)}
+
+
+async def golden() -> Trace:
+    """Three windows in flight through two stages, everything in ticks of 9 ms.
+
+    A period is 4 ticks, in which each stage is busy 3 and idle 1; stage 1 is 2 ticks behind stage 0:
+
+        tick     0  1  2  3 | 4  5  6  7 | …
+        stage 0  A  B  C  . | D  E  F  . |
+        stage 1  .  .  A  B | C  .  D  E | F
+    """
+    async with simulated(periodic(), 2, delay=TICK, cost=LINEAR) as sim, sim.coordinator.tracing() as trace:
+        await sim.coordinator.complete(PROMPT, **GOLDEN)
+    return trace
+
+
+async def test_golden_busy_shares_and_overlaps(autojump_clock: object) -> None:
+    found = analyse(await golden())
+    assert found is not None
+    periods = 10
+    seconds = (4 * (periods - 1) + 5) * TICK  # to the end of the last window at stage 1
+    assert found.interval[1] - found.interval[0] == pytest.approx(seconds, abs=1e-6)
+    computing = 3 * periods * TICK
+    overlapping = (periods + periods - 1) * TICK  # C with A, and the next period's D with C
+    for work in found.work:
+        assert work.busy * seconds == pytest.approx(computing, abs=1e-6)
+        assert (work.decodes, work.windows, work.rows) == (30, 30, 30)
+        assert work.service == pytest.approx(TICK, abs=1e-6)
+        assert (work.in_vain, work.stale_run, work.dropped) == (0, 0, 0)
+    alone = 2 * computing - 2 * overlapping
+    ticks = [seconds - alone - overlapping, alone, overlapping]
+    assert [share * seconds for share in found.concurrent] == pytest.approx(ticks, abs=1e-6)
+    assert found.at_least(1) == pytest.approx((alone + overlapping) / seconds)
+    assert found.overlaps == found.between_windows == 2 * periods - 1
+    assert found.between_sessions == 0
+    assert found.in_flight[1] == 3
+    assert found.windows == found.joined
+    assert found.tokens == 30
+    assert found.transit == pytest.approx(
+        {
+            "wire to stage 0": 0.0, "queue at stage 0": (1 + 2) * TICK / 30,  # B and C, which went out with A "compute at stage 0": TICK,
+            "wire to stage 1": TICK, "queue at stage 1": 0.0, "compute at stage 1": TICK, "wire back": TICK,
+        },
+        abs=1e-6,
+    )  # fmt: skip
+    assert found.tpot is not None
+    assert found.tpot.p50 == pytest.approx((4 * (periods - 1) + 6) / 30 * TICK, abs=1e-6)
+    assert found.bottleneck.startswith("Stage 0 limits: it computes 73% of the time")
+
+
+async def test_golden_serial_run_waits_for_the_wire(autojump_clock: object) -> None:
+    async with simulated(periodic(), 2, delay=0.1, cost=LINEAR) as sim, sim.coordinator.tracing() as trace:
+        await sim.coordinator.complete(PROMPT, max_tokens=11, speculation=Speculation(mode="off"))
+    found = analyse(trace)
+    assert found is not None
+    period, seconds = 2 * (0.1 + TICK), 9 * 2 * (0.1 + TICK) + 0.1 + 2 * TICK
+    assert [work.busy for work in found.work] == pytest.approx([10 * TICK / seconds] * 2, abs=1e-6)
+    assert found.concurrent[2] == 0
+    assert found.overlaps == 0
+    waits = {cause: share for cause, share in found.waits.items() if share > 1e-9}
+    assert waits == pytest.approx({"wire": 0.2 / period, "compute": 2 * TICK / period}, abs=1e-6)
+    assert found.ttft is not None
+    assert found.itl is not None
+    assert found.itl.p99 == pytest.approx(period, abs=1e-6)
+    assert found.bottleneck == (
+        "The wire limits: 92% of the time the oldest window was on it, for 200 of the 218 ms that a window takes: "
+        "1.00 windows in flight that retire x 1.00 tokens each / 218 ms = 4.6 tokens/s."
+    )
+
+
+async def test_a_storm_of_rejects_shows_as_stale_work(autojump_clock: object) -> None:
+    async with simulated(mixed, 2, delay=0.05) as sim, sim.coordinator.tracing() as trace:
+        done = await sim.coordinator.complete(
+            PROMPT, max_tokens=120, speculation=Speculation(depth=8, width=4)
+        )
+    found = analyse(trace)
+    assert found is not None
+    assert found.outcomes["corrected"] == done.report.divergences > 2
+    assert found.outcomes["stale"] == done.report.stale_windows > 0
+    for work, stage in zip(found.work, sim.stages, strict=True):
+        assert work.dropped == stage.counters.windows_dropped
+        assert work.windows == stage.counters.windows_run - 1  # the prompt's came before
+        assert work.in_vain > 0 or not work.stale_run
+
+
+async def test_many_requests(autojump_clock: object) -> None:
+    async with (
+        simulated(periodic(), 2, delay=0.02, lanes=16) as sim,
+        sim.coordinator.tracing() as trace,
+        trio.open_nursery() as nursery,
+    ):
+        for _ in range(150):
+            nursery.start_soon(partial(sim.coordinator.complete, PROMPT, max_tokens=4))
+    found = analyse(trace)
+    assert found is not None
+    assert found.requests == 150
+    assert found.joined == found.windows
+    assert found.waits["lane"] > 0.5
+    assert found.between_sessions > 0
+    assert sum(found.waits.values()) <= 1 + 1e-9
+
+
+def test_nothing_to_analyse_is_none() -> None:
+    assert analyse(Trace(stages=2)) is None
+
+
+# ---- files --------------------------------------------------------------------------------------------
+
+
+async def test_a_file_reads_back_and_is_a_chrome_trace(autojump_clock: object, tmp_path: Path) -> None:
+    trace = await golden()
+    write_trace(trace, tmp_path / "trace.json")
+    again = read_trace(tmp_path / "trace.json")
+    assert len(again.spans) == len(trace.spans)
+    for one, other in zip(sorted(again.spans), sorted(trace.spans), strict=True):
+        assert one[3:] == other[3:]
+        assert one[:3] == pytest.approx(other[:3], abs=1e-9)
+    assert (again.run, again.stages, again.missing, again.full) == (trace.run, 2, (), False)
+    before, after = analyse(trace), analyse(again)
+    assert before is not None
+    assert after is not None
+    assert after.bottleneck == before.bottleneck
+    assert after.concurrent == pytest.approx(before.concurrent, abs=1e-9)
+    document = json.loads((tmp_path / "trace.json").read_text())
+    phases = Counter(event["ph"] for event in document["traceEvents"])
+    assert phases["b"] == phases["e"] > 0
+    assert phases["s"] == phases["f"] == 31
+    for event in document["traceEvents"]:
+        if event["ph"] != "M":
+            assert event["ts"] >= 0
+            assert event.get("dur", 0) >= 0
+            assert isinstance(event["pid"], int)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "3", '{"otherData": {"meshpipe": 2}}', '{"otherData": {"meshpipe": 1}}']
+)
+def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UsageError, match=r"x\.json"):
+        read_trace(tmp_path / "x.json")
+    with pytest.raises(UsageError, match="cannot read"):
+        read_trace(tmp_path / "nowhere.json")
