@@ -221,11 +221,16 @@ async def test_golden_busy_shares_and_overlaps(autojump_clock: object) -> None:
     assert found.tokens == 30
     assert found.transit == pytest.approx(
         {
-            "wire to stage 0": 0.0, "queue at stage 0": (1 + 2) * TICK / 30,  # B and C, which went out with A "compute at stage 0": TICK,
-            "wire to stage 1": TICK, "queue at stage 1": 0.0, "compute at stage 1": TICK, "wire back": TICK,
+            "wire to stage 0": 0.0,
+            "queue at stage 0": (1 + 2) * TICK / 30,  # B and C, which went out with A
+            "compute at stage 0": TICK,
+            "wire to stage 1": TICK,
+            "queue at stage 1": 0.0,
+            "compute at stage 1": TICK,
+            "wire back": TICK,
         },
         abs=1e-6,
-    )  # fmt: skip
+    )
     assert found.tpot is not None
     assert found.tpot.p50 == pytest.approx((4 * (periods - 1) + 6) / 30 * TICK, abs=1e-6)
     assert found.bottleneck.startswith("Stage 0 limits: it computes 73% of the time")
