@@ -50,7 +50,7 @@ def window(number: int, columns: int) -> Window:
 
 
 def mailbox() -> Mailbox[Any]:
-    return Mailbox(BOUNDS, queue_of)
+    return Mailbox({**BOUNDS, WINDOWS: 16}, queue_of)
 
 
 # ---- the other end ------------------------------------------------------------------------------------
