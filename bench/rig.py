@@ -137,6 +137,14 @@ class Rig:
             await start_one(index)
         return Stages(tuple(boundaries), tuple(addresses), lanes, context)
 
+    async def balanced(self, stages: Stages, count: int = 2) -> str:
+        """The split into `count` by what `stages`, which split in two, say of their decodes of `WIDE` rows."""
+        (first, last) = (await self.pipeline(stages, None)).descriptors
+        layers = last.layer_count
+        layer = CostCurve(first.cost)(WIDE) / first.layers[1]
+        head = max(0.0, CostCurve(last.cost)(WIDE) - layer * (layers - first.layers[1]))
+        return ",".join(map(str, even_split([layer] * layers, count, tail=head)))
+
     async def proxied(self, address: str, delay_ms: float, way: str = "") -> str:
         """The address of a proxy before `address`; each `way` has its own."""
         key = (f"{way}{address}", delay_ms)

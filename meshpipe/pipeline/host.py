@@ -67,7 +67,13 @@ class WayBack:
 
     def try_send(self, message: object) -> bool:
         """See `Sender.try_send`."""
-        return (self.stream or self.relay).try_send(message)
+        stream = self.stream
+        if stream is not None:
+            try:
+                return stream.try_send(message)
+            except ActorGoneError:
+                self.stream = None
+        return self.relay.try_send(message)
 
 
 @frozen(eq=False)

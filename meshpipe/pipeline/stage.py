@@ -26,6 +26,7 @@ import trio
 from attrs import define, evolve, field, frozen
 
 from meshpipe.actors import Actor, Mailbox, handles
+from meshpipe.actors.scope import owned_nursery
 from meshpipe.errors import ActorGoneError, MeshpipeError
 from meshpipe.messages import (
     CloseSession,
@@ -267,6 +268,11 @@ class Stage(Actor[StageMessage]):
 
     async def run(self) -> None:
         """Runs until the mailbox is closed and empty."""
+        async with owned_nursery() as nursery:
+            nursery.start_soon(self._watch_control)
+            await self._work()
+
+    async def _work(self) -> None:
         while True:
             backlogged = await self._collect()
             if not backlogged:
@@ -314,9 +320,12 @@ class Stage(Actor[StageMessage]):
             await self.dispatch(message)
 
     async def _watch_control(self) -> None:
-        """While a job runs: takes Discards, and ends the decode if all that it computes is stale."""
+        """Takes Discards, also while a job runs, and ends its decode if all that it computes is stale."""
         while True:
-            await self.mailbox.wait("control")
+            try:
+                await self.mailbox.wait("control")
+            except trio.EndOfChannel:
+                return
             await self._take_control()
             if self._running and all(queued.is_stale for queued in self._running):
                 self._runner.abort()
@@ -430,39 +439,39 @@ class Stage(Actor[StageMessage]):
 
     async def _run_job(self, chosen: list[_Queued]) -> None:
         """Computes the windows, in one decode if all goes well, and sends the results on."""
+        self._running = chosen  # from here on a lost route lets its lanes be until the job is done
         runnable = [queued for queued in chosen if await self._starts_in_cache(queued, chosen)]
-        if not runnable:
-            return
-        jobs = []
-        for queued in runnable:
-            session, window = queued.session, queued.window
-            session.tokens[window.start :] = window.tokens
-            jobs.append(Job(session.lane, window, session.tokens))
-        began = trio.current_time()
-        self._running = runnable
-        results: list[Result] | None = None
-        problem: MeshpipeError | None = None
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch_control)
-            try:
-                results = await self._runner.run(jobs)
-            except Aborted:
-                self.counters.aborted += 1
-                for queued in runnable:
-                    queued.record(Kind.ABORT, began, trio.current_time(), queued.window.width)
-            except MeshpipeError as error:
-                problem = error
-            service = trio.current_time() - began
-            self.counters.jobs += 1
-            self.counters.busy += service
-            if results is not None:
-                await self._deliver(runnable, results, began, service)
-            nursery.cancel_scope.cancel()
+        problem = await self._compute(runnable) if runnable else None
         self._running = []
         for session in [s for s in self._sessions.values() if s.stale_below == _NEVER]:
             self._forget(session)
         if problem is not None:
             await self._after_failure(runnable, problem)
+
+    async def _compute(self, runnable: list[_Queued]) -> MeshpipeError | None:
+        """One decode; sends its results on, or says what went wrong."""
+        jobs = []
+        for queued in runnable:
+            session, window = queued.session, queued.window
+            session.tokens[window.start :] = window.tokens
+            jobs.append(Job(session.lane, window, session.tokens))
+        self._running = runnable
+        began = trio.current_time()
+        try:
+            results: list[Result] | MeshpipeError | None = await self._runner.run(jobs)
+        except Aborted:
+            self.counters.aborted += 1
+            for queued in runnable:
+                queued.record(Kind.ABORT, began, trio.current_time(), queued.window.width)
+            results = None
+        except MeshpipeError as error:
+            results = error
+        service = trio.current_time() - began
+        self.counters.jobs += 1
+        self.counters.busy += service
+        if isinstance(results, list):
+            await self._deliver(runnable, results, began, service)
+        return results if isinstance(results, MeshpipeError) else None
 
     async def _starts_in_cache(self, queued: _Queued, chosen: Iterable[_Queued]) -> bool:
         """Rule: no window runs above its lane's cache; of several of one session the first must fit."""
@@ -541,7 +550,8 @@ class Stage(Actor[StageMessage]):
     async def _send(self, to: Sender, message: object) -> None:
         """Sends along a route; a route that is gone is told by its RouteLost, not here."""
         try:
-            await to.send(message)
+            if not to.try_send(message):  # does not cost the turn that a send with room to spare does
+                await to.send(message)
         except ActorGoneError:
             log.debug("no one takes %s any more", type(message).__name__)
 
