@@ -1,9 +1,9 @@
 """Speed by link delay: llama.cpp's RPC backend, meshpipe without speculation, meshpipe with n-grams.
 
-Two stages of 15 layers, one thread each; the delay is one way, on the link between the stages and on the
-return. llama.cpp's RPC backend has the same layers and the head on its server, behind the same kind of proxy,
-the delay each way. It and meshpipe without speculation are measured on fewer tokens of the draftable text:
-their speed does not depend on what it says.
+Two stages, one thread each, split so that both take as long (by the decodes that stages of 15 layers measure at
+load); the delay is one way, on the link between the stages and on the return. llama.cpp's RPC backend has the same
+layers and the head on its server, behind the same kind of proxy, the delay each way. It and meshpipe without
+speculation are measured on fewer tokens of the draftable text: their speed does not depend on what it says.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from attrs import frozen
 
 from bench import measure, prompts, report
 from bench.measure import NGRAM, OFF, Cell, Row, Task
-from bench.rig import Peer, Rig, open_rig
+from bench.rig import EVEN, Peer, Rig, open_rig
 from meshpipe import Coordinator
 
-SPLIT = "0,15,30"
 CONTENDERS = ("llama.cpp RPC", "serial", "n-gram")
 COLUMNS = (
     "workload", "delay_ms", "contender", "decode_tps", "decode_tps_low", "decode_tps_high", "tpot_ms", "ttft_ms",
@@ -51,7 +50,9 @@ async def settled(rig: Rig, way: Callable[[], Awaitable[Row]], delay: float) -> 
     return row
 
 
-def cells(rig: Rig, size: Size, pipes: dict[float, Coordinator], peers: dict[float, Peer]) -> list[Cell]:
+def cells(
+    rig: Rig, size: Size, split: str, pipes: dict[float, Coordinator], peers: dict[float, Peer]
+) -> list[Cell]:
     """Contenders side by side at each delay."""
     made: list[Cell] = []
     tasks: list[tuple[Task, int]] = [
@@ -71,7 +72,7 @@ def cells(rig: Rig, size: Size, pipes: dict[float, Coordinator], peers: dict[flo
                     "workload": task.name,
                     "delay_ms": delay,
                     "contender": contender,
-                    "split": "15/15",
+                    "split": split,
                 }
                 made.append(Cell(name, partial(settled, rig, way, delay)))
     return made
@@ -115,17 +116,20 @@ def figures(cells: list[Cell], found: list[list[Row]]) -> list[Row]:
 async def run(size: Size) -> tuple[list[Row], list[Row]]:
     """Rows and figures."""
     async with open_rig() as rig:
-        stages = await rig.stages(SPLIT)
+        stages = await rig.stages(EVEN)
+        balanced = await rig.balanced(stages)
+        if balanced != EVEN:
+            stages = await rig.stages(balanced)
         pipes = {delay: await rig.pipeline(stages, delay) for delay in size.delays}
         peers: dict[float, Peer] = {}
 
         async def open_peer(delay: float) -> None:
-            peers[delay] = await rig.rpc(15, delay)
+            peers[delay] = await rig.rpc(stages.boundaries[2] - stages.boundaries[1], delay)
 
         async with trio.open_nursery() as nursery:  # loading over a long link is mostly waiting
             for delay in size.delays:
                 nursery.start_soon(open_peer, delay)
-        measured = cells(rig, size, pipes, peers)
+        measured = cells(rig, size, stages.split, pipes, peers)
         found = await measure.take_turns(measured, size.repetitions)
         return measure.summarize(measured, found), figures(measured, found)
 

@@ -28,8 +28,12 @@ from meshpipe import Coordinator, Pipeline, StagePlace, Topology
 from meshpipe.llama.inspection import plan_split
 from meshpipe.llama.slicing import slice_model
 from meshpipe.llama.vocabulary import Vocabulary
+from meshpipe.speculation.policy import CostCurve
+from meshpipe.topology.split import even_split
 
 HOST = "127.0.0.1"
+EVEN = "0,15,30"
+WIDE = 16  # rows of a decode by which stages are balanced
 READY = 120.0  # seconds that a child may take until it serves
 ANSWER = 900.0  # seconds that a peer may take to generate
 

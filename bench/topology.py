@@ -17,27 +17,15 @@ import trio
 
 from bench import measure, prompts, report
 from bench.measure import NGRAM, Cell, Row, Task
-from bench.rig import Rig, open_rig
+from bench.rig import EVEN, Rig, open_rig
 from bench.trace import busy, overlap, tracing
 from meshpipe import Coordinator
-from meshpipe.speculation.policy import CostCurve
-from meshpipe.topology.split import even_split
 
 DELAY = 100
-ROWS = 16
 COLUMNS = (
     "contender", "split", "decode_tps", "decode_tps_low", "decode_tps_high", "busy", "all_computing", "two_computing",
     "service_ms", "depth", "width", "stale_tokens", "exact",
 )  # fmt: skip
-
-
-def balanced(pipe: Coordinator, stages: int) -> str:
-    """The split into `stages` by what the stages of `pipe`, which splits in two, say of their decodes."""
-    first, last = pipe.descriptors
-    layers = last.layer_count
-    layer = CostCurve(first.cost)(ROWS) / first.layers[1]
-    head = max(0.0, CostCurve(last.cost)(ROWS) - layer * (layers - first.layers[1]))
-    return ",".join(map(str, even_split([layer] * layers, stages, tail=head)))
 
 
 async def traced(rig: Rig, pipe: Coordinator, task: Task) -> Row:
@@ -65,11 +53,11 @@ async def run(repetitions: int, three: bool) -> tuple[list[Row], list[Row]]:
     """Rows and figures."""
     async with open_rig() as rig:
         task = prompts.draftable(rig.vocabulary)
-        even = await rig.pipeline(await rig.stages("0,15,30"), DELAY)
-        splits = {"29/1": "0,29,30", "balanced": balanced(even, 2)}
+        even = await rig.stages(EVEN)
+        splits = {"29/1": "0,29,30", "balanced": await rig.balanced(even)}
         if three:
-            splits["three, balanced"] = balanced(even, 3)
-        pipes = {("15/15", "15/15"): even}
+            splits["three, balanced"] = await rig.balanced(even, 3)
+        pipes = {("15/15", "15/15"): await rig.pipeline(even, DELAY)}
         for name, split in splits.items():
             stages = await rig.stages(split)
             pipes[name, stages.split] = await rig.pipeline(stages, DELAY)
