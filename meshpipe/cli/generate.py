@@ -7,10 +7,9 @@ import json
 import sys
 from typing import Any
 
-import trio
-
+from meshpipe.blocking import Pipeline
 from meshpipe.cli.arguments import Commands, add_settings, checked, command, configured
-from meshpipe.cli.pipelines import Opener, pipeline_of
+from meshpipe.cli.pipelines import pipeline_of
 from meshpipe.configuration.kinds import Integer
 from meshpipe.errors import UsageError
 
@@ -63,31 +62,27 @@ def run(options: argparse.Namespace) -> int:
         what["messages"] = [{"role": "user", "content": prompt}]
     else:
         what["prompt"] = prompt
-    trio.run(_generate, pipeline_of(found), what, options.json)
-    return 0
-
-
-async def _generate(open_pipeline: Opener, what: dict[str, Any], as_json: bool) -> None:
-    async with open_pipeline() as pipeline, pipeline.generate(**what) as generation:
+    with Pipeline(pipeline_of(found)) as pipeline, pipeline.generate(**what) as generation:
         tokens: list[int] = []
         text: list[str] = []
-        async for piece in generation:
+        for piece in generation:
             tokens += piece.tokens
             text.append(piece.text)
-            if not as_json:
+            if not options.json:
                 print(piece.text, end="", flush=True)
         report = generation.report
         assert report is not None
-        if as_json:
+        if options.json:
             answer = {
                 "prompt_tokens": list(generation.prompt_tokens),
                 "tokens": tokens,
                 "text": "".join(text),
-                "report": report.to_dict() | {"return_route": pipeline.return_route()},
+                "report": report.to_dict() | {"return_route": pipeline.coordinator.return_route()},
             }
             print(json.dumps(answer))
         else:
             print()
+    return 0
 
 
 def _prompt(options: argparse.Namespace) -> str:

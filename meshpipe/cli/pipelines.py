@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 from meshpipe.cli.arguments import flags_of
 from meshpipe.configuration import Configured, settings
 from meshpipe.errors import UsageError
-from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.pipeline.local import open_local
 from meshpipe.pipeline.remote import open_remote, open_spawned
+from meshpipe.portal import Opener
 from meshpipe.topology.layout import read_topology
-
-Opener = Callable[[], AbstractAsyncContextManager[Coordinator]]
 
 
 def pipeline_of(configured: Configured) -> Opener:

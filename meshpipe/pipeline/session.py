@@ -62,12 +62,15 @@ class Text(Protocol):
 class Piece:
     """Output of one commit: its tokens and the text they complete. The last piece carries the report.
 
-    `logprobs`, if they were asked for, has an entry for each token.
+    `logprobs`, if they were asked for, has an entry for each token. `sources` names for each token the proposer
+    that foresaw it, or None; `diverged` says that the last token took the place of a wrong guess.
     """
 
     text: str
     tokens: tuple[int, ...]
     report: Report | None = None
+    sources: tuple[str | None, ...] = ()
+    diverged: bool = False
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
@@ -303,7 +306,14 @@ class Session(Actor[SessionMessage]):
         logprobs = tuple(self._logprobs.pop(at) for at in picked if at in self._logprobs)
         if commit.diverged:
             self._logprobs.clear()
-        self._output.channel.send_nowait(Piece(text, tuple(tokens), logprobs=logprobs))
+        piece = Piece(
+            text,
+            tuple(tokens),
+            sources=commit.sources[: len(tokens)],
+            diverged=commit.diverged and len(tokens) == len(commit.tokens),
+            logprobs=logprobs,
+        )
+        self._output.channel.send_nowait(piece)
 
     def _finish(self) -> None:
         reason = "stop" if self._stops.stopped else self._ledger.finished or "unknown"
