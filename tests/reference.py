@@ -14,6 +14,7 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
+from llama_cpp import llama_cpp_ext
 
 Floats = npt.NDArray[np.float32]
 ROWS = 63
@@ -59,13 +60,19 @@ class Raw:
     """One GGUF file, loaded: decodes rows of sequence 0 and keeps what was asked for."""
 
     def __init__(
-        self, path: str | Path, context: int = 1024, threads: int = 1, taps: Sequence[str] = ()
+        self,
+        path: str | Path,
+        context: int = 1024,
+        threads: int = 1,
+        taps: Sequence[str] = (),
+        mtp: bool = False,
     ) -> None:
         ggml = _ggml()
         llama_cpp.llama_log_set(_quiet, ctypes.c_void_p(0))
         params = llama_cpp.llama_model_default_params()
         params.use_extra_bufts = False
         params.n_gpu_layers = 0
+        params.load_mtp = mtp
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         assert self.model, f"llama.cpp cannot load {path}"
         self.taps = taps
@@ -95,11 +102,20 @@ class Raw:
             self._keep = options.cb_eval = tap
         self.context = llama_cpp.llama_init_from_model(self.model, options)
         assert self.context, f"llama.cpp cannot make a context for {path}"
+        self.drafter = None
+        if mtp:
+            options.ctx_type = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
+            self.drafter = llama_cpp.llama_init_from_model(self.model, options)
+            assert self.drafter, f"llama.cpp cannot make an MTP context for {path}"
+            llama_cpp_ext.llama_set_embeddings_nextn(self.context, True, False)
+            llama_cpp_ext.llama_set_embeddings_nextn(self.drafter, True, True)
         self.n_embd = llama_cpp.llama_model_n_embd(self.model)
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.sections = 4 if llama_cpp.llama_model_rope_type(self.model) in (8, 40) else 1
 
     def close(self) -> None:
+        if self.drafter is not None:
+            llama_cpp.llama_free(self.drafter)
         llama_cpp.llama_free(self.context)
         llama_cpp.llama_model_free(self.model)
 
@@ -114,17 +130,19 @@ class Raw:
         assert llama_cpp.llama_memory_seq_rm(memory, 0, position, -1)
 
     def decode(self, start: int, tokens: Sequence[int] = (), rows: Floats | None = None) -> None:
-        """Runs one decode of token ids or activations at positions from `start`."""
+        """Runs one decode of token ids or activations at positions from `start`; of both, on the MTP context."""
         count = len(tokens) if rows is None else len(rows)
         assert 0 < count <= ROWS
         batch = llama_cpp.llama_batch()
         batch.n_tokens = count
-        if rows is None:
+        if len(tokens):
             batch.token = (ctypes.c_int32 * count)(*tokens)
-            positions = list(range(start, start + count))
-        else:
+        if rows is not None:
             rows = np.ascontiguousarray(rows, np.float32)
             batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        if len(tokens):
+            positions = list(range(start, start + count))
+        else:
             # llama.cpp gives text the same position in three sections and 0 in the fourth.
             positions = list(range(start, start + count)) * min(self.sections, 3) + [0] * count * (
                 self.sections > 3
@@ -136,7 +154,42 @@ class Raw:
         batch.seq_id = ctypes.cast(pointers, type(batch.seq_id))
         batch.logits = (ctypes.c_int8 * count)(*[1] * count)
         self.tapped.clear()
-        assert llama_cpp.llama_decode(self.context, batch) == 0
+        both = len(tokens) and rows is not None
+        assert llama_cpp.llama_decode(self.drafter if both else self.context, batch) == 0
+
+    def mtp_drafts(self, tokens: Sequence[int], count: int, heads: int = 1) -> list[tuple[int, float]]:
+        """What native MTP says follows the tokens, everything computed anew."""
+
+        def clear() -> None:
+            llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self.drafter), 0, -1, -1)
+
+        self.trim(0)
+        hidden, start = [], 0
+        for width in chunks(len(tokens)):
+            self.decode(start, tokens[start : start + width])
+            pointer = llama_cpp_ext.llama_get_embeddings_nextn(self.context)
+            hidden.append(np.ctypeslib.as_array(pointer, (width, self.n_embd)).copy())
+            start += width
+        # The pair of position p is the row of p - 1 and the token at p; guesses join with the head's own row.
+        line, rows = list(tokens), list(np.concatenate(hidden)[:-1])
+        drafts: list[tuple[int, float]] = []
+        for step in range(count):
+            clear()
+            llama_cpp_ext.llama_set_nextn_layer_offset(self.drafter, min(step, heads - 1))
+            start = 0
+            for width in chunks(len(rows)):
+                stop = start + width
+                self.decode(start + 1, line[start + 1 : stop + 1], np.stack(rows[start:stop]))
+                start = stop
+            last = width - 1
+            pointer = llama_cpp.llama_get_logits_ith(self.drafter, last)
+            logits = np.ctypeslib.as_array(pointer, (self.n_vocab,)).astype(np.float64)
+            token = int(logits.argmax())
+            drafts.append((token, float(1 / np.exp(logits - logits[token]).sum())))
+            row = llama_cpp_ext.llama_get_embeddings_nextn_ith(self.drafter, last)
+            rows.append(np.ctypeslib.as_array(row, (self.n_embd,)).copy())
+            line.append(token)
+        return drafts
 
     def logits(self, count: int) -> Floats:
         """The last decode's logits, float32 (count, n_vocab)."""

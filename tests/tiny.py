@@ -161,13 +161,19 @@ def _as_published(arch: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tu
         if "ffn_gate_up_exps" in name:
             for part in ("ffn_gate_exps", "ffn_up_exps"):
                 result[name.replace("ffn_gate_up_exps", part)] = (shape[0], shape[1] // 2, *shape[2:])
-        elif arch in FUSED_ATTENTION and ".attn_q." in name:
+        elif _is_fused(arch, name, shapes) and ".attn_q." in name:
             parts = [shapes[name.replace("attn_q", part)] for part in ("attn_q", "attn_k", "attn_v")]
             fused = (*shape[:-1], sum(part[-1] for part in parts))
             result[name.replace("attn_q", "attn_qkv")] = fused
-        elif arch not in FUSED_ATTENTION or not any(part in name for part in (".attn_k.", ".attn_v.")):
+        elif not _is_fused(arch, name, shapes) or not any(part in name for part in (".attn_k.", ".attn_v.")):
             result[name] = shape
     return result
+
+
+def _is_fused(arch: str, name: str, shapes: dict[str, tuple[int, ...]]) -> bool:
+    """Whether the q, k and v of this tensor's layer are one tensor: of mimo2, in its NextN layers."""
+    nextn = f"{name[: name.index('.', 4)]}.nextn.eh_proj.weight" if name.startswith("blk.") else ""
+    return arch in FUSED_ATTENTION or (arch == "mimo2" and nextn in shapes)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

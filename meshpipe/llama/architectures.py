@@ -43,6 +43,9 @@ class Architecture:
     state none. `needs_sections`: activations are taken only when the RoPE sections are stated; with text all
     sections have the same position, so that any sections give the same rotation.
 
+    `nextn`: with how many NextN layers llama.cpp can draft (more abort, or are left unused); 0: it has no graph for
+    them.
+
     `boundary`: the graph node with the rows that leave the last layer, by the layer's number in the slice.
 
     `tested`: this project's tests compare its slices with the whole model, bit for bit.
@@ -58,6 +61,7 @@ class Architecture:
     stated: Callable[[Header], dict[str, Value]] | None = None
     scales_input: bool = False
     needs_sections: bool = False
+    nextn: int = 0
     boundary: str = "l_out-{}"
     tested: bool = False
 
@@ -97,6 +101,7 @@ _NOT_EVEN_WHOLE = frozenset({_RECURRENT, _ENCODER, _DIFFUSION, _DRAFT, _OTHER})
 
 _PLAIN = Architecture(tested=True)
 _LARGE = tuple(range(64, 513))
+_ANY = 512
 
 ARCHITECTURES: dict[str, Architecture] = {
     **dict.fromkeys(
@@ -105,13 +110,14 @@ ARCHITECTURES: dict[str, Architecture] = {
             "qwen2moe", "qwen2vl", "qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe", "phi2", "phi3", "phimoe", "plamo",
             "codeshell", "orion", "internlm2", "starcoder2", "xverse", "dbrx", "olmo", "olmoe", "openelm", "arctic",
             "deepseek", "chatglm", "bitnet", "jais", "jais2", "nemotron", "exaone", "bailingmoe", "bailingmoe2",
-            "dots1", "arcee", "ernie4_5", "ernie4_5-moe", "hunyuan-moe", "hunyuan-dense", "hunyuan_vl", "hy_v3",
+            "dots1", "arcee", "ernie4_5", "ernie4_5-moe", "hunyuan-moe", "hunyuan-dense", "hunyuan_vl",
             "seed_oss", "grovemoe", "apertus", "minimax-m2", "pangu-embedded", "mistral3", "mistral4", "paddleocr",
-            "maincoder", "mimo2", "spark2_5",
+            "maincoder", "spark2_5",
         ),
         _PLAIN,
     ),
-    "deepseek2": Architecture(special_counts=(26, 27, 47, 48), stated=_deepseek2, tested=True),
+    **dict.fromkeys(("mimo2", "hy_v3"), Architecture(nextn=_ANY, tested=True)),
+    "deepseek2": Architecture(special_counts=(26, 27, 47, 48), stated=_deepseek2, nextn=1, tested=True),
     "command-r": Architecture(special_counts=_LARGE, tested=True),
     "baichuan": Architecture(special_counts=(32, 40), tested=True),
     "minicpm": Architecture(scales_input=True, stated=_minicpm, tested=True),
@@ -121,7 +127,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "grok": Architecture(scales_input=True, tested=True),
     "gemma3": Architecture(window_period=6, special_counts=(62,), tested=True),
     "cohere2": Architecture(window_period=4, window_always=True, needs_window=True, tested=True),
-    "cohere2moe": Architecture(window_period=4, window_always=True, needs_window=True, dense_first=True, tested=True),
+    "cohere2moe": Architecture(
+        window_period=4, window_always=True, needs_window=True, dense_first=True, nextn=1, tested=True
+    ),
     "maple": Architecture(needs_window=True, tested=True),
     "olmo2": Architecture(window_period=4, tested=True),
     "gpt-oss": Architecture(window_period=2, window_always=True, tested=True),
@@ -135,8 +143,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         window_period=4, dense_first=True, cut_period=4, special_counts=(4,), tested=True
     ),
     "llama4": Architecture(window_period=4, window_always=True, cut_period=4, tested=True),
-    "step35": Architecture(boundary="h_nextn", tested=True),
-    "glm4moe": Architecture(needs_sections=True, tested=True),
+    "step35": Architecture(boundary="h_nextn", nextn=_ANY, tested=True),
+    "glm4moe": Architecture(needs_sections=True, nextn=1, tested=True),
     **dict.fromkeys(("gemma", "gemma2", "afmoe", "bloom", "minicpm3", "muse-glimmer"), Architecture(_INPUT)),
     "talkie": Architecture("its layers use the embedding besides the row that passes between them"),
     **dict.fromkeys(("gemma3n", "deepseek4", "glm5-next", "hy_v4", "qwen4exp"), Architecture(_STREAMS)),
@@ -193,6 +201,27 @@ def trunk_layers(header: Header) -> int:
 def nextn_layers(header: Header) -> int:
     """Number of NextN (multi-token prediction) layers behind the trunk."""
     return header.integer(".nextn_predict_layers", 0)
+
+
+def draft_heads(header: Header) -> int:
+    """With how many NextN layers that the file holds llama.cpp can draft."""
+    declared = nextn_layers(header)
+    trunk = header.integer(".block_count") - declared
+    held = sum(
+        f"blk.{number}.nextn.eh_proj.weight" in header.tensors for number in range(trunk, trunk + declared)
+    )
+    return held if held == declared and declared <= row(header).nextn else 0
+
+
+def drafts_apart(architecture: str) -> bool:
+    """Whether NextN layers need a file of their own: llama.cpp's MTP graph aborts on the RoPE sections that a stage
+    needs to take activations."""
+    return ARCHITECTURES.get(architecture, Architecture()).needs_sections
+
+
+def gives_hidden_rows(architecture: str) -> bool:
+    """Whether llama.cpp gives the rows before the final norm, which NextN layers take."""
+    return ARCHITECTURES.get(architecture, Architecture()).nextn > 0
 
 
 def vocabulary_size(header: Header) -> int:

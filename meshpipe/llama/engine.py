@@ -34,11 +34,13 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 from attrs import field, frozen
+from llama_cpp import llama_cpp_ext
 
 from meshpipe.errors import CapacityError, EngineError, UsageError
-from meshpipe.llama import bindings
+from meshpipe.llama import architectures, bindings
+from meshpipe.llama.mtp import Mtp, load_mtp
 from meshpipe.llama.options import EngineOptions
-from meshpipe.llama.slicing import Slice, read_slice
+from meshpipe.llama.slicing import Slice, read_slice, slice_nextn
 from meshpipe.llama.tap import Tap, abort_callback
 from meshpipe.messages import Rows
 
@@ -54,7 +56,8 @@ class Span:
     """Consecutive rows of one lane, at positions `[start, start + n)`.
 
     `tokens` (n ids) for a first stage, `rows` (float32, shape (n, n_embd)) for the others. `wanted`: the last
-    stage computes logits for that many of the last rows; the other stages return all rows anyway.
+    stage computes logits for that many of the last rows; the other stages return all rows anyway. `hidden`: the
+    last stage also keeps all rows as they are before the final norm, for `StageEngine.hidden_rows`.
     """
 
     lane: int
@@ -62,6 +65,7 @@ class Span:
     tokens: Sequence[int] = ()
     rows: Rows | None = field(default=None, eq=False, repr=False)
     wanted: int = 0
+    hidden: bool = False
 
     @property
     def count(self) -> int:
@@ -92,7 +96,9 @@ class StageEngine:
 
     `lanes` sequences of up to `context` tokens each. `probe` times decodes of 1 to 63 rows and checks whether
     grouping changes bits; without it `cost` is empty and the class is the one that the CPU backend was seen to
-    need. Raises ModelError (file), CapacityError (does not fit), UsageError (arguments).
+    need. `mtp`: a last stage whose file holds NextN layers drafts with them, by its `mtp`; without, or for other
+    stages, that is None and costs nothing. Raises ModelError (file), CapacityError (does not fit), UsageError
+    (arguments).
     """
 
     def __init__(
@@ -104,6 +110,7 @@ class StageEngine:
         threads: int = 1,
         exact: bool = True,
         probe: bool = False,
+        mtp: bool = False,
         options: EngineOptions | None = None,
     ) -> None:
         options = options or EngineOptions()
@@ -118,13 +125,18 @@ class StageEngine:
         self.slice: Slice = read_slice(path)
         self.lanes, self.context, self.threads = lanes, context, threads
         self.cost: tuple[tuple[int, float], ...] = ()
+        self.mtp: Mtp | None = None
+        self.draft_cost = 0.0
         self._model = self._context = None
+        self._hidden: list[list[Rows]] = []
         self._lengths = [0] * lanes
         self._abort = ctypes.c_int(0)
         self._tap: Tap | None = None
         if options.repack:
             options.require_repack_survives(self.slice.path)
-        self._model = options.load(self.slice.path)
+        mtp = mtp and self.slice.is_last and self.slice.draft_heads > 0
+        apart = architectures.drafts_apart(self.slice.architecture)
+        self._model = options.load(self.slice.path, mtp=mtp and not apart)
         try:
             self.n_embd: int = llama_cpp.llama_model_n_embd(self._model)
             self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
@@ -137,6 +149,15 @@ class StageEngine:
                 )
             self._capacity = EXACT_ROWS + 1 if exact else options.batch
             self._context = self._make_context(options)
+            if mtp and apart:
+                self.mtp = load_mtp(
+                    slice_nextn(path), lanes=lanes, context=context, threads=threads, options=options
+                )
+            elif mtp:
+                heads = self.slice.draft_heads
+                self.mtp = Mtp(
+                    self._model, heads, lanes=lanes, context=context, threads=threads, options=options
+                )
         except BaseException:
             self.close()
             raise
@@ -246,6 +267,7 @@ class StageEngine:
         for lane, start in starts.items():
             self.trim(lane, start)
         pieces: list[list[Rows]] = [[] for _ in spans]
+        self._hidden = [[] for _ in spans]
         try:
             for decode in _decodes(spans, self.decodes.most):
                 for index, rows in self._decode(spans, decode):
@@ -257,6 +279,15 @@ class StageEngine:
         width = self.n_vocab if self.slice.is_last else self.n_embd
         empty = np.empty((0, width), np.float32)
         return [np.concatenate(p) if len(p) > 1 else (p[0] if p else empty) for p in pieces]
+
+    def hidden_rows(self) -> list[Rows | None]:
+        """For each span of the last `run`: its rows before the final norm, (count, n_embd); None if not asked for."""
+        return [np.concatenate(rows) if rows else None for rows in self._hidden]
+
+    @property
+    def gives_hidden_rows(self) -> bool:
+        """Whether spans may ask for hidden rows."""
+        return self.slice.is_last and architectures.gives_hidden_rows(self.slice.architecture)
 
     def abort(self) -> None:
         """Ends the running decode early (from any thread); without effect where no C compiler was found."""
@@ -289,6 +320,11 @@ class StageEngine:
                 )
             if not 0 <= span.wanted <= span.count:
                 raise EngineError(f"{span.wanted} rows wanted of a span of {span.count}")
+            if span.hidden and not self.gives_hidden_rows:
+                raise EngineError(
+                    f"layers {self.slice.start}:{self.slice.stop} of {self.slice.architecture} give no hidden rows: "
+                    "ask the last stage of an architecture whose NextN layers llama.cpp can draft with"
+                )
             self._check_input(span)
             starts.setdefault(span.lane, span.start)
             lengths[span.lane] = span.stop
@@ -342,6 +378,9 @@ class StageEngine:
         self._batch.n_tokens = count
         if self._tap is not None:
             self._tap.expect(count)
+        hidden = any(spans[piece.index].hidden for piece in decode)
+        if self.gives_hidden_rows:
+            llama_cpp_ext.llama_set_embeddings_nextn(self._context, hidden, False)
         status = llama_cpp.llama_decode(self._context, self._batch)
         if status == 2:
             raise Aborted("the decode was aborted")
@@ -350,10 +389,22 @@ class StageEngine:
             raise EngineError(f"llama_decode failed with status {status} for {count} rows ({hint})")
         for piece in decode:
             self._lengths[spans[piece.index].lane] = spans[piece.index].start + piece.high
+        if hidden:
+            self._keep_hidden(spans, decode, count)
         if lone:
             lane = spans[decode[0].index].lane
             llama_cpp.llama_memory_seq_rm(self._memory, lane, self._lengths[lane], -1)
         yield from self._results(spans, decode, count, wanted)
+
+    def _keep_hidden(self, spans: Sequence[Span], decode: Sequence[_Piece], count: int) -> None:
+        pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._context)
+        rows = np.ctypeslib.as_array(pointer, (count, self.n_embd))
+        at = 0
+        for piece in decode:
+            stop = at + piece.high - piece.low
+            if spans[piece.index].hidden:
+                self._hidden[piece.index].append(rows[at:stop].copy())
+            at = stop
 
     def _results(
         self,
@@ -430,9 +481,13 @@ class StageEngine:
             elif self.threads > 1 or not lone_equal:
                 self.decodes = DecodeClass(self.decodes.most, 2, True)
         self.clear(0)
+        if self.mtp is not None:
+            self.draft_cost = self.mtp.probe()
 
     def close(self) -> None:
-        """Frees the context and the model; safe to call twice."""
+        """Frees the contexts and the model; safe to call twice."""
+        if self.mtp is not None:
+            self.mtp.close()
         if self._context:
             llama_cpp.llama_free(self._context)
             self._context = None

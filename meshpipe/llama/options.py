@@ -88,11 +88,15 @@ class EngineOptions:
             option is not None for option in (self.rope_scaling, self.rope_freq_base, self.rope_freq_scale)
         )
 
-    def load(self, path: Path, *, vocab_only: bool = False) -> Any:
-        """Loads a GGUF and returns llama.cpp's model pointer. Raises ModelError when llama.cpp refuses it."""
+    def load(self, path: Path, *, vocab_only: bool = False, mtp: bool = False) -> Any:
+        """Loads a GGUF, with its NextN layers if `mtp`, and returns llama.cpp's model pointer.
+
+        Raises ModelError when llama.cpp refuses it.
+        """
         bindings.start()
         params = llama_cpp.llama_model_default_params()
         params.vocab_only = vocab_only
+        params.load_mtp = mtp
         params.use_extra_bufts = self.repack
         params.load_mode = _LOAD_MODES[self.mmap, self.mlock]
         chosen = _devices(self.devices)

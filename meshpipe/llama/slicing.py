@@ -15,7 +15,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from attrs import frozen
@@ -49,8 +49,8 @@ class Slice:
     stop: int
     layer_count: int
     """Layers of the whole model, NextN layers not counted."""
-    nextn: int
-    """NextN layers that the file holds."""
+    draft_heads: int
+    """NextN layers that the file holds and llama.cpp can draft with."""
     model_digest: str
 
     @property
@@ -79,7 +79,7 @@ def read_slice(path: str | os.PathLike[str]) -> Slice:
         start, stop, count = 0, architectures.trunk_layers(header), architectures.trunk_layers(header)
         digest = digest_of(header)
     return Slice(
-        header.path, header.architecture, start, stop, count, architectures.nextn_layers(header), digest
+        header.path, header.architecture, start, stop, count, architectures.draft_heads(header), digest
     )
 
 
@@ -129,14 +129,43 @@ def slice_model(
     architectures.check_range(header, start, stop)
     last = stop == architectures.trunk_layers(header)
     vocabulary = start == 0 or last
-    nextn = mtp and last and architectures.nextn_layers(header) > 0
+    nextn = mtp and last and architectures.draft_heads(header) > 0
     digest = digest_of(header)
     options = "-mtp" if nextn else ""
     cache = cache or cache_directory()
     target = cache / f"{digest[:32]}-{start}-{stop}{options}-v{FORMAT}.gguf"
     if target.exists():
         return target
-    plan = _plan(header, start, stop, vocabulary, nextn, digest)
+    _write(target, _plan(header, start, stop, vocabulary, nextn, digest), f"layers {start}:{stop}")
+    return target
+
+
+def slice_nextn(path: str | os.PathLike[str], *, cache: Path | None = None) -> Path:
+    """Writes what a drafter away from the trunk needs: the NextN layers, the embedding, the norm and the head.
+
+    The trunk's layers stay declared, so that the NextN layers keep their numbers and what follows from these; llama.cpp
+    knows such files and runs nothing but MTP with them. `path` is a model, or the slice of its last stage with NextN
+    layers. Returns the file's path in `cache`. Raises ModelError if there is nothing to draft with, and what
+    `slice_model` raises.
+    """
+    header = read_header(path)
+    given = read_slice(path)
+    if not given.draft_heads:
+        raise ModelError(
+            f"{header.path} has no NextN layers with which llama.cpp could draft ({header.architecture}); give a "
+            "model that has, or its last stage's slice"
+        )
+    if given.start == given.stop:
+        return given.path
+    target = (cache or cache_directory()) / f"{given.model_digest[:32]}-nextn-v{FORMAT}.gguf"
+    if not target.exists():
+        _write(target, _nextn_plan(header, given), "the NextN layers")
+    return target
+
+
+def _write(target: Path, plan: _Plan, what: str) -> None:
+    """Writes the planned file to `target`, or waits until another process has."""
+    cache = target.parent
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(target) as file:
@@ -149,11 +178,10 @@ def slice_model(
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CapacityError(
-                f"the disk of {cache} became full while layers {start}:{stop} were written ({plan.bytes:,} bytes); "
+                f"the disk of {cache} became full while {what} were written ({plan.bytes:,} bytes); "
                 "free space there or set XDG_CACHE_HOME to a larger disk"
             ) from error
         raise ModelError(f"cannot write the slice {target}: {error.strerror or error}") from error
-    return target
 
 
 @frozen
@@ -188,9 +216,7 @@ def _plan(header: Header, start: int, stop: int, vocabulary: bool, nextn: bool, 
     last = stop == layers
     metadata = architectures.slice_metadata(header, start, stop, nextn)
     if not vocabulary:
-        metadata = {key: entry for key, entry in metadata.items() if not key.startswith("tokenizer.")}
-        metadata["tokenizer.ggml.model"] = gguf.value(gguf.STRING, "no_vocab")
-        metadata[f"{arch}.vocab_size"] = gguf.value(gguf.U32, 1)
+        metadata = _without_vocabulary(arch, metadata, 1)
     metadata |= slice_keys(start, stop, layers, digest)
 
     tied = not any(name.startswith(HEAD) for name in header.tensors)
@@ -217,7 +243,37 @@ def _plan(header: Header, start: int, stop: int, vocabulary: bool, nextn: bool, 
             source = None
         table.append((name, shape, kind))
         sources.append(source)
-    encoded, offsets, length = gguf.encode_header(metadata, table, header.alignment)
+    return _laid_out(metadata, table, sources, header.alignment)
+
+
+def _nextn_plan(header: Header, given: Slice) -> _Plan:
+    metadata = {key: entry for key, entry in header.metadata.items() if not key.startswith("split.")}
+    if architectures.drafts_apart(header.architecture):
+        metadata.pop(f"{header.architecture}.rope.dimension_sections", None)
+    metadata = _without_vocabulary(header.architecture, metadata, architectures.vocabulary_size(header))
+    count = given.layer_count
+    metadata |= slice_keys(count, count, count, given.model_digest)
+    trunk = architectures.trunk_layers(header)
+    kept = [tensor for tensor in header.tensors.values() if tensor.layer is None or tensor.layer >= trunk]
+    table = [(tensor.name, tensor.shape, tensor.kind) for tensor in kept]
+    return _laid_out(metadata, table, kept, header.alignment)
+
+
+def _without_vocabulary(arch: str, metadata: dict[str, Value], rows: int) -> dict[str, Value]:
+    """The metadata of a file whose embedding has that many rows and that has no tokenizer."""
+    result = {key: entry for key, entry in metadata.items() if not key.startswith("tokenizer.")}
+    result["tokenizer.ggml.model"] = gguf.value(gguf.STRING, "no_vocab")
+    result[f"{arch}.vocab_size"] = gguf.value(gguf.U32, rows)
+    return result
+
+
+def _laid_out(
+    metadata: dict[str, Value],
+    table: list[tuple[str, tuple[int, ...], int]],
+    sources: Sequence[Tensor | None],
+    alignment: int,
+) -> _Plan:
+    encoded, offsets, length = gguf.encode_header(metadata, table, alignment)
     copies = [(source, offset) for source, offset in zip(sources, offsets, strict=True) if source is not None]
     return _Plan(encoded, copies, length)
 
