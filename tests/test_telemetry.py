@@ -9,15 +9,19 @@ from pathlib import Path
 
 import pytest
 import trio
+from browser import CHROMIUM, browser
 from hypothesis import given
 from hypothesis import strategies as st
 from simulated import mixed, novel, periodic, simulated
 
 from meshpipe import Speculation
+from meshpipe.cli import main
 from meshpipe.errors import ProtocolError, UsageError
 from meshpipe.telemetry.clocks import Offset, chain, estimate
+from meshpipe.telemetry.html import render, write_html
 from meshpipe.telemetry.overlap import analyse
 from meshpipe.telemetry.perfetto import read_trace, write_trace
+from meshpipe.telemetry.plot import write_plot
 from meshpipe.telemetry.spans import Kind, Recorder, Span, pack_spans, unpack_spans
 from meshpipe.telemetry.trace import Outcome, Trace, Track, flights
 
@@ -329,3 +333,105 @@ def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
         read_trace(tmp_path / "x.json")
     with pytest.raises(UsageError, match="cannot read"):
         read_trace(tmp_path / "nowhere.json")
+
+
+# ---- pictures -----------------------------------------------------------------------------------------
+
+
+async def storm() -> Trace:
+    """Two sessions whose guesses are often wrong, with speculation that does not mind."""
+    ask = {"max_tokens": 100, "speculation": Speculation(depth=6, width=3)}
+    async with (
+        simulated(mixed, 3, delay=0.03) as sim,
+        sim.coordinator.tracing() as trace,
+        trio.open_nursery() as nursery,
+    ):
+        for _ in range(2):
+            nursery.start_soon(partial(sim.coordinator.complete, PROMPT, **ask))
+    return trace
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+async def test_the_report_in_a_browser(autojump_clock: object, tmp_path: Path) -> None:
+    """Bars are there, hovering tells, the wheel zooms and a double click shows all again; no script error."""
+    trace = await storm()
+    write_html(trace, tmp_path / "report.html")
+    found = analyse(trace)
+    assert found is not None
+    computed = sum(stay.end != "dropped" for flight in flights(trace) for stay in flight.stays.values())
+    with browser(tmp_path / "profile") as page:
+        page.open((tmp_path / "report.html").as_uri())
+        page.settled()
+        state = "({...document.getElementById('timeline').dataset})"
+        assert page.value(state)["bars"] == str(computed)
+        assert page.value("document.querySelector('.limit').textContent") == found.bottleneck
+        colours = page.value(
+            "(() => { const c = document.getElementById('timeline'), seen = new Set();"
+            " const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
+            " for (let i = 0; i < d.length; i += 4) seen.add([d[i], d[i + 1], d[i + 2]].join());"
+            " return [...seen] })()"
+        )
+        for colour in ("0,158,115", "230,159,0", "213,94,0"):  # accepted, corrected, stale
+            assert colour in colours
+        left, top, pointed = page.value(
+            "(() => { const canvas = document.getElementById('timeline'); canvas.scrollIntoView();"
+            " const box = canvas.getBoundingClientRect();"
+            " const bar = bars.find((bar) => flights[bar.index].outcome === 'corrected');"
+            " const [y, high] = slice(flights[bar.index], bar);"
+            " return [box.left + x((bar.began + bar.ended) / 2), box.top + y + high / 2, bar.index] })()"
+        )
+        page.mouse("mouseMoved", left, top)
+        assert page.value(state)["hovered"] == str(pointed)
+        told = page.value("document.getElementById('tip').textContent")
+        assert "corrected" in told
+        assert "stage 2" in told
+        assert page.value("document.getElementById('tip').hidden") is False
+        page.mouse("mouseWheel", left, top, deltaX=0, deltaY=-900)
+        near = page.value(state)
+        assert float(near["to"]) - float(near["from"]) < 0.4 * trace.spans[-1].ended
+        assert int(near["bars"]) < computed
+        for count in (1, 2):
+            for kind in ("mousePressed", "mouseReleased"):
+                page.mouse(kind, left, top, button="left", clickCount=count)
+        assert page.value(state)["bars"] == str(computed)
+        assert page.errors == []
+
+
+async def test_the_report_needs_nothing_else(autojump_clock: object) -> None:
+    page = render(await golden())
+    assert "http" not in page.replace("http-equiv", "")
+    assert "__" not in page.split("<script>")[0]
+    data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
+    assert len(data["flights"]) == 31
+    with pytest.raises(UsageError, match="nothing to show"):
+        render(Trace(stages=2))
+
+
+@pytest.mark.slow
+async def test_a_picture(autojump_clock: object, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    trace = await storm()
+    write_plot(trace, tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UsageError, match="cannot write"):
+        write_plot(trace, tmp_path / "nowhere" / "run.png")
+
+
+# ---- the command --------------------------------------------------------------------------------------
+
+
+async def test_the_command_tells_what_limits(
+    autojump_clock: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_trace(await golden(), tmp_path / "run.json")
+    assert main(["trace", str(tmp_path / "run.json"), "--html", str(tmp_path / "run.html")]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Stage 0 limits")
+    assert "31 windows, 31 of them known at every stage: 30 accepted, 1 prefill" in said
+    assert (tmp_path / "run.html").read_text().startswith("<!doctype html>")
+    assert main(["trace", str(tmp_path / "run.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["overlaps"] == 19
+    (tmp_path / "none.json").write_text("{}")
+    assert main(["trace", str(tmp_path / "none.json")]) == 2
+    assert "make one with --trace" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from meshpipe.cli import chat, config, demo, generate, models, stage
+from meshpipe.cli import chat, config, demo, generate, models, stage, trace
 from meshpipe.cli.arguments import Commands, Parser, checked
 from meshpipe.configuration.kinds import Choice
 from meshpipe.errors import MeshpipeError, StageLostError
@@ -63,6 +63,6 @@ def parser() -> argparse.ArgumentParser:
         help="debug, info, warning (default), error",
     )
     commands: Commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (generate, chat, stage, models, demo, config):
+    for module in (generate, chat, stage, models, trace, demo, config):
         module.add_commands(commands)
     return top

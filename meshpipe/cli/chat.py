@@ -17,6 +17,7 @@ from rich.text import Text
 from meshpipe.blocking import Generation, Pipeline
 from meshpipe.cli.arguments import Commands, add_settings, checked, command, configured
 from meshpipe.cli.pipelines import pipeline_of
+from meshpipe.cli.trace import add_trace, recorded
 from meshpipe.configuration.kinds import Integer
 from meshpipe.errors import CapacityError, UsageError
 from meshpipe.pipeline.coordinator import Coordinator
@@ -46,6 +47,7 @@ def add_commands(commands: Commands) -> None:
         help="tokens of an answer (default 512)",
     )
     add_settings(parser, "pipeline", "engine", "speculation", "sampling", "links", "security")
+    add_trace(parser)
     parser.set_defaults(run=run)
 
 
@@ -58,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         "speculation": found.settings.speculation_settings(),
     }
     console = Console(highlight=False)
-    with Pipeline(pipeline_of(found)) as pipeline:
+    with Pipeline(recorded(pipeline_of(found), options.trace)) as pipeline:
         pipeline.run(_require_template)
         if sys.stdin.isatty():
             console.print(HELP, style="dim")

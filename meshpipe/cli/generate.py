@@ -10,6 +10,7 @@ from typing import Any
 from meshpipe.blocking import Pipeline
 from meshpipe.cli.arguments import Commands, add_settings, checked, command, configured
 from meshpipe.cli.pipelines import pipeline_of
+from meshpipe.cli.trace import add_trace, recorded
 from meshpipe.configuration.kinds import Integer
 from meshpipe.errors import UsageError
 
@@ -43,6 +44,7 @@ def add_commands(commands: Commands) -> None:
     what.add_argument("--ignore-end", action="store_true", help="go on past the model's end tokens")
     add_settings(parser, "pipeline", "engine", "speculation", "sampling", "links", "security")
     parser.add_argument("--json", action="store_true", help="print one object instead of streaming text")
+    add_trace(parser)
     parser.set_defaults(run=run)
 
 
@@ -62,7 +64,10 @@ def run(options: argparse.Namespace) -> int:
         what["messages"] = [{"role": "user", "content": prompt}]
     else:
         what["prompt"] = prompt
-    with Pipeline(pipeline_of(found)) as pipeline, pipeline.generate(**what) as generation:
+    with (
+        Pipeline(recorded(pipeline_of(found), options.trace)) as pipeline,
+        pipeline.generate(**what) as generation,
+    ):
         tokens: list[int] = []
         text: list[str] = []
         for piece in generation:
