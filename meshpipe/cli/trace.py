@@ -28,7 +28,7 @@ def add_commands(commands: Commands) -> None:
         "Analyse a trace that --trace has recorded.",
         "meshpipe trace run.json",
         "meshpipe trace run.json --html run.html --png run.png",
-        "meshpipe trace run.json --json | jq .bottleneck",
+        "meshpipe trace run.json --json > run-analysis.json",
     )
     parser.add_argument("file", metavar="FILE", help="the trace; ui.perfetto.dev opens it too")
     parser.add_argument("--html", metavar="FILE", help="write a report with a timeline to zoom and hover")
