@@ -21,11 +21,12 @@ $(VENV)/.ready: pyproject.toml
 demo: setup
 	@$(BIN)/python -m meshpipe demo
 
+# A worker for each core; `pytest FILE` alone runs in one process.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 fast: setup
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n auto -m "not slow"
 
 lint: setup
 	$(BIN)/ruff check .
