@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from meshpipe.cli import chat, config, demo, generate, models, stage, trace
+from meshpipe.cli import chat, config, demo, doctor, generate, models, stage, trace
 from meshpipe.cli.arguments import Commands, Parser, checked
 from meshpipe.configuration.kinds import Choice
 from meshpipe.errors import MeshpipeError, StageLostError
@@ -40,11 +40,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MeshpipeError as error:
         print(f"meshpipe: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader of our output has had enough
         sys.stderr.close()
         return 0
+    except BaseException as error:
+        if _is_interrupt(error):
+            return 128 + signal.SIGINT
+        raise
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Ctrl-C, which comes out of a nursery in a group."""
+    subgroup = getattr(error, "subgroup", None)
+    return isinstance(error, KeyboardInterrupt) or (
+        subgroup is not None and subgroup(KeyboardInterrupt) is not None
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,6 +73,6 @@ def parser() -> argparse.ArgumentParser:
         help="debug, info, warning (default), error",
     )
     commands: Commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (generate, chat, stage, models, trace, demo, config):
+    for module in (generate, chat, stage, models, trace, demo, doctor, config):
         module.add_commands(commands)
     return top

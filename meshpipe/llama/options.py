@@ -18,6 +18,7 @@ from attrs import Attribute, field, frozen
 
 from meshpipe.errors import EngineError, ModelError, UsageError
 from meshpipe.llama import bindings
+from meshpipe.llama.machine import devices
 
 CACHE_TYPES = {
     "f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "iq4_nl": 20,
@@ -144,10 +145,7 @@ def _devices(names: tuple[str, ...] | None) -> ctypes.Array[ctypes.c_void_p] | N
     """llama.cpp's device handles, NULL at the end. Raises UsageError for a name that it does not know."""
     if names is None:
         return None
-    count = bindings.function("ggml_backend_dev_count", ctypes.c_size_t)()
-    get = bindings.function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-    name_of = bindings.function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
-    known = {name_of(get(index)).decode(): get(index) for index in range(count)}
+    known = devices()
     for name in names:
         if name not in known:
             raise UsageError(f"no device {name!r} here; there are: {', '.join(known)}")
