@@ -115,6 +115,7 @@ class _Kind:
     cls: type
     fields: dict[str, tuple[Encode | None, Decode]]
     required: frozenset[str]
+    defaults: dict[str, object]  # of the fields that need not be there
     rows: str | None  # the field that travels as payload
 
 
@@ -177,10 +178,13 @@ def _decode_payload(path: str, payload: np.ndarray[Any, Any], shape: tuple[str, 
 
 
 def _fields_of(kind: _Kind, message: Any) -> dict[str, Any]:
-    return {
-        name: getattr(message, name) if encoder is None else encoder(getattr(message, name))
-        for name, (encoder, _) in kind.fields.items()
-    }
+    """What is not simply the field's default: most replies carry no drafts, no log-probabilities and so on."""
+    fields = {}
+    for name, (encoder, _) in kind.fields.items():
+        value = getattr(message, name)
+        if name in kind.required or value is not kind.defaults[name]:
+            fields[name] = value if encoder is None else encoder(value)
+    return fields
 
 
 def _values_of(kind: _Kind, fields: dict[Any, Any]) -> dict[str, Any]:
@@ -391,9 +395,11 @@ def _message_codec(cls: type) -> tuple[Encode, Decode]:
 def _kind_of(cls: type) -> _Kind:
     hints = typing.get_type_hints(cls)
     fields = {field.name: _codec_of(hints[field.name]) for field in attrs.fields(cls)}
-    required = frozenset(field.name for field in attrs.fields(cls) if field.default is attrs.NOTHING)
+    defaults = {
+        field.name: field.default for field in attrs.fields(cls) if field.default is not attrs.NOTHING
+    }
     rows = [name for name, hint in hints.items() if hint == Rows or Rows in typing.get_args(hint)]
-    return _Kind(cls, fields, required, rows[0] if rows else None)
+    return _Kind(cls, fields, frozenset(fields.keys() - defaults.keys()), defaults, rows[0] if rows else None)
 
 
 _KINDS = {
