@@ -11,6 +11,9 @@ from __future__ import annotations
 class MeshpipeError(Exception):
     """Base class of all errors that meshpipe raises on purpose."""
 
+    stage: int | None = None
+    """Index of the stage on a route that it is about, where one is known."""
+
 
 class ModelError(MeshpipeError):
     """A model file cannot be read, or cannot be used in the way that was asked for."""

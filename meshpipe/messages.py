@@ -47,7 +47,8 @@ class Sampling:
 class OpenSession:
     """Opens a session on a lane, at every stage in turn; travels in order with the windows.
 
-    `cached` positions of the lane's cache are kept from an earlier session that shared that prefix.
+    `cached` positions of the lane's cache are kept from an earlier session that shared that prefix; `prefix` is
+    the digest of their tokens (`prefix_digest`), which every stage compares with what its cache holds.
     `mtp`: the session's windows may ask for native MTP's drafts, so the last stage keeps what these need.
     `hidden_from`: the last stage sends the hidden rows of confirmed positions from there on with its Reply and
     Progress messages (for a proposer at the coordinator); None: it sends none.
@@ -57,7 +58,8 @@ class OpenSession:
     session: int
     lane: int
     sampling: Sampling = Sampling()
-    cached: tuple[int, ...] = ()
+    cached: int = 0
+    prefix: bytes = b""
     mtp: bool = False
     hidden_from: int | None = None
     prompt: int = 0
@@ -197,11 +199,23 @@ class OpenReturn:
 
 @frozen
 class SessionFailed:
-    """A stage could not go on with a session; the others are not touched. `session` is None for all of them."""
+    """A stage could not go on with a session; the others are not touched. `session` is None for all of them.
+
+    `refused`: the stage did not open it, because the lane is another coordinator's or does not hold the prefix:
+    another lane, or no prefix, may do.
+    """
 
     session: int | None
     stage: int
     reason: str
+    refused: bool = False
+
+
+@frozen
+class Echo:
+    """Travels the route to the last stage, past all windows, and comes back the way that replies do."""
+
+    session: int
 
 
 @frozen
@@ -292,6 +306,8 @@ class StageDescriptor:
     measured seconds of one decode by number of rows, ascending in rows; `exact` says that a row's bits were
     seen not to depend on the rows it shares a decode with; `most_rows` bounds the rows of one decode. `mtp`
     counts the NextN heads with which a last stage drafts, 0: it does not; `draft_cost` are its seconds a draft.
+    `fingerprint` is a digest of the bits that fixed rows gave at load: stages of the same layers that agree in it
+    compute alike. `instance` names the process: after a restart it is another one, and the caches are empty.
     """
 
     model_digest: str
@@ -306,6 +322,8 @@ class StageDescriptor:
     most_rows: int = 63
     mtp: int = 0
     draft_cost: float = 0.0
+    fingerprint: str = ""
+    instance: str = ""
 
 
 PROTOCOL_VERSION = 2
@@ -321,6 +339,8 @@ class Hello:
     stage called; `route` are the addresses (host:port) of the stages after it, the next first. The rest are
     expectations, None where the caller has none: the model's digest, the half-open layer range (`layers[1]`
     None: any end), the row width, lanes and tokens per lane at least; `activation` is the encoding of rows.
+    `patience` is how long the caller waits for its Welcome, in seconds. `incarnation` counts how often the pipeline
+    was formed: a route of an earlier one ends when a later one comes.
     """
 
     pipeline: str
@@ -336,6 +356,8 @@ class Hello:
     lanes: int = 0
     context: int = 0
     activation: str = "float32"
+    patience: float = field(default=20.0, converter=float)
+    incarnation: int = 0
 
 
 @frozen
@@ -362,9 +384,13 @@ class Welcome:
 
 @frozen
 class Refusal:
-    """Declines a Hello (or fails a question asked over a link) with the reason, in words."""
+    """Declines a Hello (or fails a question asked over a link) with the reason, in words.
+
+    `stage` is the index of the stage on the route that could not be reached or did not agree, if it is known.
+    """
 
     reason: str
+    stage: int | None = None
 
 
 CONTROL, REPLIES, WINDOWS = "control", "replies", "windows"

@@ -262,7 +262,7 @@ def test_payload_and_shape_must_agree() -> None:
 
 def test_optional_fields_may_be_left_out() -> None:
     header = cbor2.dumps(["OpenSession", {"session": 1, "lane": 2}])
-    assert decode(header, NOTHING) == OpenSession(1, 2, Sampling(), ())
+    assert decode(header, NOTHING) == OpenSession(1, 2, Sampling(), 0)
     reply = Reply(1, 0, 0, 5, (9,), (Timing(0, 0.5, 0.25, 3),))
     assert decode(encode(reply)[0], NOTHING) == reply
 

@@ -358,6 +358,24 @@ def test_stop_sequences_span_windows_but_not_the_prompt() -> None:
     assert commit.discard is None  # nothing was behind it
 
 
+def test_a_resume_runs_again_what_the_caches_do_not_hold() -> None:
+    ledger = make(prefill_width=2)
+    receive(ledger, send(ledger), 4)
+    propose(ledger, 5, 6)
+    old = send(ledger, 3)
+    assert ledger.resume(1) == Discard(SESSION, 1)
+    assert (ledger.confirmed, ledger.optimistic, ledger.counters.resumes) == (1, (5, 6), 1)
+    again, input_ = send(ledger), send(ledger)
+    assert (again.start, again.tokens, again.wanted, again.epoch) == (1, (2, 3), 0, 1)
+    assert (input_.start, input_.tokens, input_.wanted) == (3, (4, 5, 6), 3)
+    assert ledger.receive(answer(old, 5, 6, 7)) == ()
+    assert receive(ledger, input_, 5, 6, 7).tokens == (5, 6, 7)
+    with pytest.raises(UsageError, match=r"must be in 0 … 4"):
+        ledger.resume(5)
+    ledger.finish("cancelled")
+    assert ledger.resume() is None
+
+
 def test_a_lost_reply_is_rerouted_from_the_input() -> None:
     ledger = make()
     propose(ledger, 4, 5, 6, 7)

@@ -394,6 +394,25 @@ class World:
         self.new_epoch(epoch + 1)
         assert ledger.optimistic == suffix
 
+    def revive(self, cached: int, junk: int) -> None:
+        """The stages are replaced by others, whose caches hold a prefix at most, and rubbish behind it."""
+        ledger = self.ledger
+        epoch, suffix, finished = ledger.epoch, ledger.optimistic, ledger.finished
+        discard = ledger.resume(cached)
+        if finished is not None:
+            assert (discard, ledger.epoch) == (None, epoch)
+            return
+        assert discard is not None
+        assert (discard.session, discard.epoch) == (ledger.session, epoch + 1)
+        self.confirmed = cached
+        self.new_epoch(epoch + 1)
+        assert ledger.optimistic == suffix
+        for stage, cache in zip(self.stages, self.caches, strict=True):
+            stage.queue.clear()
+            stage.dropped.clear()
+            stage.expected = None
+            stage.cache = cache[:cached] + [1] * junk
+
     def cancel(self) -> None:
         ledger = self.ledger
         epoch, finished, pending = ledger.epoch, ledger.finished, bool(self.open)
@@ -433,7 +452,7 @@ class World:
 
 
 COMMON = ("propose", "propose", "dispatch", "dispatch", "run_stage", "run_stages", "deliver", "deliver")
-RARE = ("lose", "forge", "set_credits", "reroute", "cancel", "resume")
+RARE = ("lose", "forge", "set_credits", "reroute", "revive", "cancel", "resume")
 MOVES = st.tuples(st.sampled_from(3 * COMMON + RARE), st.integers(0, 63), st.integers(0, 63))
 
 
@@ -552,6 +571,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def reroute(self, n: int, m: int) -> None:
         self.world.reroute()
+
+    def revive(self, n: int, m: int) -> None:
+        """Replies that are on the wire come all the same."""
+        self.world.revive(n * m % self.world.ledger.frontier, n % 3)
 
     def cancel(self, n: int, m: int) -> None:
         if self.world.ledger.generated > n % 40:

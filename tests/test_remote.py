@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -50,6 +51,7 @@ async def mesh(stages: int, security: Security = OPEN, lanes: int = 4, **changes
             described = {
                 "model_digest": "sim", "layers": (index, index + 1), "layer_count": stages, "n_embd": 8,
                 "n_vocab": VOCABULARY, "lanes": lanes, "context": 2048, "cost": QUICK,
+                "instance": secrets.token_hex(4),
             } | (changes if index == stages - 1 else {})  # fmt: skip
             host = StageHost(SimulatedRunner(StageDescriptor(**described), mixed), security)
             listeners = await listen(Address("127.0.0.1", 0), security)
@@ -115,8 +117,8 @@ async def test_a_lost_return_stream_is_replaced_in_the_middle_of_a_request() -> 
             async for piece in generation:
                 tokens += piece.tokens
                 if len(tokens) in range(20, 30):
-                    (back,) = m.hosts[-1]._routes.values()
-                    stream = back.stream
+                    (held,) = m.hosts[-1]._routes.values()
+                    stream = held.back.stream
                     if stream is not None:
                         stream._mailbox.close("cut by the test")  # type: ignore[attr-defined]
         assert tokens == serial(mixed, [4, 5], 200)
@@ -182,15 +184,15 @@ async def test_nobody_listens() -> None:
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 async def test_a_stage_that_goes_away_ends_requests_with_its_number(lost: int) -> None:
-    async with mesh(3) as m, joined(m.topology) as pipeline:
+    async with mesh(3) as m, joined(m.topology, resume_deadline=0.5, queue_deadline=0.2) as pipeline:
         async with pipeline.generate([1], max_tokens=2000) as generation:
             await generation.__anext__()
             m.scopes[lost].cancel()
-            with pytest.raises(Exception, match=f"stage {lost}|first"), trio.fail_after(5):
+            with pytest.raises(StageLostError, match=f"stage {lost}: .*within 0.5 s"), trio.fail_after(5):
                 async for _ in generation:
                     pass
-        with pytest.raises(StageLostError, match=r"stage|link|first"):
-            pipeline.generate([1])
+        with pytest.raises(StageLostError, match=f"stage {lost}: .*try again later"), trio.fail_after(5):
+            await pipeline.complete([1])
 
 
 def descriptors() -> int:
@@ -209,10 +211,8 @@ async def test_the_way_is_checked_before_a_request_uses_it() -> None:
             raise StageLostError("the peer did not answer within 3 s")
 
         pipe.check_route = silent
-        with pytest.raises(StageLostError, match="within 3 s"):
-            await pipe.complete([1, 2, 3], max_tokens=4)
-        assert calls == 1
-        assert pipe.lanes.free == 4
+        await generate(pipe, [1, 2, 3])  # over a way that was formed anew
+        assert (calls, pipe.way.generation) == (1, 2)
         pipe.check_route = checked
         await generate(pipe, [1, 2, 3])
 

@@ -52,7 +52,7 @@ def seeds() -> list[bytes]:
         Frame(Hello("pipeline", nonce=b"n" * 32, route=("a:1", "b:2"), model_digest="d", layers=(1, None))),
         Frame(Challenge(b"c" * 32)),
         Frame(Welcome(1, (evolve(DESCRIPTOR, cost=((1, 0.5), (2, 0.75))), DESCRIPTOR))),
-        Frame(OpenSession(1, 2, cached=(1, 2, 3), hidden_from=2)),
+        Frame(OpenSession(1, 2, cached=3, prefix=b"p" * 16, hidden_from=2)),
         Frame(
             OpenSession(1, 2, Sampling(logit_bias=((5, 1.5),), grammar='root ::= "a"', logprobs=2), prompt=9)
         ),

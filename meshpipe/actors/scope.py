@@ -24,9 +24,9 @@ async def owned_nursery() -> AsyncIterator[trio.Nursery]:
         async with trio.open_nursery() as nursery:
             try:
                 yield nursery
-            except trio.Cancelled:
-                raise
             except BaseException as error:
+                if _is_cancellation(error):
+                    raise
                 raised = error
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
@@ -45,6 +45,13 @@ async def run_all(functions: Iterable[Callable[[], Awaitable[object]]]) -> None:
                 nursery.start_soon(function)
     except BaseExceptionGroup as group:
         raise _only(group) from None
+
+
+def _is_cancellation(error: BaseException) -> bool:
+    """Whether it is nothing but cancellation, which the scope that was cancelled has to see."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_cancellation(part) for part in error.exceptions)
+    return isinstance(error, trio.Cancelled)
 
 
 def _only(error: BaseException) -> BaseException:

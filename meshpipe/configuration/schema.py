@@ -20,8 +20,8 @@ from meshpipe.errors import UsageError
 from meshpipe.llama.options import CACHE_TYPES, INTEGERS, ROPE_SCALING, SPLIT_MODES, EngineOptions
 from meshpipe.llama.sampling import BOUNDS
 from meshpipe.messages import Sampling
+from meshpipe.pipeline.children import READY_DEADLINE
 from meshpipe.pipeline.coordinator import STALL_DEADLINE
-from meshpipe.pipeline.remote import READY_DEADLINE
 from meshpipe.speculation.ngram import KINDS, LIMITS, NgramConfig
 from meshpipe.speculation.policy import DEPTHS, WIDTHS
 from meshpipe.speculation.settings import MODES, Speculation

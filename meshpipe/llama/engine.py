@@ -24,6 +24,7 @@ An engine is not thread-safe: one job at a time. Everything here blocks; `meshpi
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -94,6 +95,9 @@ class Aborted(EngineError):
 class StageEngine:
     """Runs one slice of a model.
 
+    `fingerprint`, after a probe, is a digest of the bits that fixed rows gave: engines of the same slice that agree
+    in it compute alike, as far as those rows show.
+
     `lanes` sequences of up to `context` tokens each. `probe` times decodes of 1 to 63 rows and checks whether
     grouping changes bits; without it `cost` is empty and the class is the one that the CPU backend was seen to
     need. `mtp`: a last stage whose file holds NextN layers drafts with them, by its `mtp`; without, or for other
@@ -125,6 +129,7 @@ class StageEngine:
         self.slice: Slice = read_slice(path)
         self.lanes, self.context, self.threads = lanes, context, threads
         self.cost: tuple[tuple[int, float], ...] = ()
+        self.fingerprint = ""
         self.mtp: Mtp | None = None
         self.draft_cost = 0.0
         self._model = self._context = None
@@ -466,8 +471,10 @@ class StageEngine:
                 break
             cost.append((size, min(decode(0, size)[1] for _ in range(2))))
         self.cost = tuple(cost)
+        size = max(1, cost[-1][0])
+        bits = hashlib.blake2b(decode(0, min(8, total))[0].tobytes(), digest_size=16)
+        self.fingerprint = f"{bits.hexdigest()}/{'exact' if exact else 'free'}"
         if exact:
-            size = max(1, cost[-1][0])
             self.decodes = DecodeClass(self.decodes.most, 1, True)
             together, _ = decode(0, size)
             lone_equal = size < 2 or bool(np.array_equal(decode(size - 1, size)[0][0], together[-1]))

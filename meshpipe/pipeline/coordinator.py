@@ -28,12 +28,14 @@ from meshpipe.pipeline.session import (
     Reroute,
     Session,
     Surroundings,
+    WayChanged,
     session_mailbox,
 )
 from meshpipe.pipeline.sink import ReturnSink
 from meshpipe.pipeline.stage import Sender
 from meshpipe.pipeline.stops import StopStrings
 from meshpipe.pipeline.tracing import Tracer
+from meshpipe.pipeline.way import Way
 from meshpipe.speculation.ledger import Ledger, Limits
 from meshpipe.speculation.ngram import SharedStore
 from meshpipe.speculation.policy import CostCurve, Pipe
@@ -44,6 +46,10 @@ from meshpipe.wire.endpoints import STEADY
 
 STALL_DEADLINE = 30.0
 """Seconds without any progress after which a session gives up."""
+RESUME_DEADLINE = 60.0
+"""Seconds that a session waits for a lost stage to come back, or for another in its place."""
+QUEUE_DEADLINE = 3.0
+"""Seconds that a new request waits for a pipeline that is broken."""
 
 
 @frozen
@@ -112,11 +118,13 @@ class Generation:
 class Coordinator:
     """Runs sessions over a route of stages.
 
-    `descriptors` are the stages', in order; `first` leads to the first one; what the stages say comes into
-    `sink`; `link` is the seconds that links add to a round trip; `encoding_exact` says that activations travel
-    unchanged. `check_route` makes sure of the way to the first stage before a request uses it; `return_route`
-    tells how replies come back, `processes` the numbers of the stages' processes, in order, if they were spawned.
-    `tracer` records traces; `observers` are told of each reply, and of each request that is done.
+    `descriptors` are the stages', in order; `first` leads to the first one (a `Way` if it may be lost and formed
+    anew); what the stages say comes into `sink`; `link` is the seconds that links add to a round trip;
+    `encoding_exact` says that activations travel unchanged. `check_route` makes sure of the way to the first stage
+    before a request uses it; `return_route` tells how replies come back, `processes` the numbers of the stages'
+    processes, in order, if they were spawned. `stall_deadline` and `resume_deadline`: see `Surroundings`;
+    `queue_deadline`: seconds that a new request waits for a way that is broken. `tracer` records traces;
+    `observers` are told of each reply, and of each request that is done.
     """
 
     def __init__(
@@ -129,6 +137,8 @@ class Coordinator:
         *,
         link: float,
         stall_deadline: float = STALL_DEADLINE,
+        resume_deadline: float = RESUME_DEADLINE,
+        queue_deadline: float = QUEUE_DEADLINE,
         shared: SharedStore | None = None,
         encoding_exact: bool = True,
         tracer: Tracer | None = None,
@@ -141,23 +151,28 @@ class Coordinator:
         self.exact = encoding_exact and all(descriptor.exact for descriptor in descriptors)
         self.check_route: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self.return_route: Callable[[], str] = lambda: "memory"
-        self.processes: tuple[int, ...] = ()
+        self.processes: Sequence[int] = ()
+        self.way = first if isinstance(first, Way) else Way(first)
+        self.way.on_change = lambda: sink.tell_all(WayChanged())
         self._width = min(descriptor.most_rows for descriptor in descriptors)
-        curves = tuple(
-            CostCurve(descriptor.cost or ((1, 0.01), (2, 0.02))) for descriptor in self.descriptors
-        )
-        self.pipe = Pipe(curves, link)
+        self.pipe = Pipe(_curves(descriptors), link)
         self.credits = CreditScheduler()
         self._tracer = tracer or Tracer(Recorder(), len(self.descriptors))
-        recorder = self._tracer.recorder
-        self._around = Surroundings(first, self.pipe, self.credits, stall_deadline, recorder)
+        self._around = Surroundings(
+            self.way,
+            self.pipe,
+            self.credits,
+            self.lanes,
+            stall_deadline,
+            resume_deadline,
+            self._tracer.recorder,
+        )
         self.observers = self._around.observers
+        self._queue_deadline = queue_deadline
         self._nursery = nursery
         self._shared = shared
         self._numbers = count(secrets.randbits(40) << 20)
         self._live: set[int] = set()
-        self._lost: str | None = None
-        sink.on_lost = self._note_lost
 
     @property
     def active(self) -> int:
@@ -180,13 +195,11 @@ class Coordinator:
 
         `prompt`: text or token ids; or `messages` for the model's chat template. `stop`: strings before which
         the output ends. `ignore_end` goes on past the model's end tokens. `reuse` lets the lane's cached prefix
-        stand. Raises UsageError or CapacityError for what cannot be asked of this pipeline, StageLostError if a
-        stage is gone.
+        stand. Raises UsageError or CapacityError for what cannot be asked of this pipeline. Where a stage is lost
+        and none is found in its place in time, the output ends with a StageLostError.
         """
         if self._nursery.cancel_scope.cancel_called:
             raise UsageError("the pipeline is closed: open it again")
-        if self._lost is not None:
-            raise StageLostError(self._lost)
         tokens = self._tokenize(prompt, messages)
         check_sampling(sampling or Sampling())
         StopStrings(stop)
@@ -208,14 +221,14 @@ class Coordinator:
 
         async def run() -> None:
             with waiting:
+                await self.way.wait_up(self._queue_deadline)
                 lease = await self.lanes.lease(tokens, reuse=reuse)
             if waiting.cancelled_caught:
                 return
             ledger = Ledger(number, tokens, limits, cached=lease.cached)
             request = Request(
                 ledger=ledger,
-                lane=lease.lane,
-                cached=lease.cached,
+                lease=lease,
                 sampling=sampling or Sampling(),
                 speculation=speculation or Speculation(),
                 stops=tuple(stop),
@@ -225,7 +238,7 @@ class Coordinator:
             )
             self.sink.register(number, mailbox.ref)
             try:
-                await self.check_route()
+                await self._prove_way()
                 await supervise(mailbox, lambda box: Session(box, request, self._around, output))
             finally:
                 self.sink.forget(number)
@@ -272,11 +285,19 @@ class Coordinator:
             report,
         )
 
+    async def _prove_way(self) -> None:
+        """Makes sure that the way is up and not dead without having been missed."""
+        try:
+            await self.check_route()
+        except MeshpipeError as error:
+            if self.way.give_up is None:
+                raise
+            self.way.give_up(str(error))
+        await self.way.wait_up(self._queue_deadline)
+
     def reroute(self) -> None:
         """Replies may be lost for good: every session dispatches again what it has in flight."""
-        for ref in self.sink.sessions():
-            with suppress(ActorGoneError):
-                ref.try_send(Reroute())
+        self.sink.tell_all(Reroute())
 
     async def round_trip(self, deadline: float = 20.0) -> float:
         """Seconds that an empty session takes to reach every stage and be acknowledged.
@@ -321,12 +342,12 @@ class Coordinator:
         finally:
             await self._tracer.stop(trace)
 
-    def fail_all(self, stage: int, reason: str) -> None:
-        """A stage or a link is gone: ends every session, and refuses new ones, with the reason."""
-        self.sink.try_send(SessionFailed(None, stage, reason))
-
-    def _note_lost(self, stage: int, reason: str) -> None:
-        self._lost = self._lost or f"stage {stage}: {reason}"
+    def adopt(self, descriptors: Sequence[StageDescriptor], link: float, same_caches: bool) -> None:
+        """The way has been formed anew, over stages that do as much as those before."""
+        self.descriptors = tuple(descriptors)
+        self.pipe.replace(_curves(descriptors), link)
+        if not same_caches:
+            self.lanes.forget()
 
     def _tokenize(
         self, prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None
@@ -342,3 +363,7 @@ class Coordinator:
             return tokens
         assert prompt is not None
         return tuple(int(token) for token in prompt)
+
+
+def _curves(descriptors: Sequence[StageDescriptor]) -> tuple[CostCurve, ...]:
+    return tuple(CostCurve(descriptor.cost or ((1, 0.01), (2, 0.02))) for descriptor in descriptors)

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import trio
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 from meshpipe.actors import supervise
 from meshpipe.actors.scope import owned_nursery
@@ -24,12 +24,14 @@ from meshpipe.messages import (
     WINDOWS,
     CloseSession,
     Discard,
+    Echo,
     Hello,
     OpenReturn,
     OpenSession,
     Record,
     SessionFailed,
     StageDescriptor,
+    Welcome,
     Window,
 )
 from meshpipe.pipeline.runner import Runner
@@ -37,6 +39,7 @@ from meshpipe.pipeline.stage import UPWARD, Inlet, Nothing, Route, RouteLost, Se
 from meshpipe.pipeline.tracing import send_spans
 from meshpipe.telemetry.spans import LinkSpans, Recorder
 from meshpipe.wire.conditions import Conditions
+from meshpipe.wire.connections import Connection
 from meshpipe.wire.endpoints import STEADY, WARM_UP, Address, Call, connect, connect_link, serve
 from meshpipe.wire.handshake import check_hello
 from meshpipe.wire.link import BOUNDS, HEARTBEAT, Heartbeat, Link, send_room
@@ -74,6 +77,16 @@ class WayBack:
             except ActorGoneError:
                 self.stream = None
         return self.relay.try_send(message)
+
+
+@define(eq=False)
+class _Held:
+    """A coordinator's route through this stage. `end` ends it; `over` is set when all of it is gone."""
+
+    incarnation: int
+    back: WayBack
+    end: trio.CancelScope
+    over: trio.Event = field(factory=trio.Event)
 
 
 @frozen(eq=False)
@@ -122,7 +135,7 @@ class StageHost:
         self.draining = False
         self._mailbox = stage_mailbox()
         self.stage = Stage(self._mailbox, runner)
-        self._routes: dict[str, WayBack] = {}
+        self._routes: dict[str, _Held] = {}
 
     @property
     def routes(self) -> int:
@@ -160,8 +173,6 @@ class StageHost:
     async def _route(self, call: Call) -> None:
         descriptor, hello = self.runner.descriptor, call.hello
         check_hello(hello, descriptor)
-        if hello.pipeline in self._routes:
-            raise HandshakeError(f"pipeline {hello.pipeline} has a route through this stage already")
         is_last = descriptor.layers[1] == descriptor.layer_count
         if is_last and hello.route:
             raise HandshakeError(
@@ -172,6 +183,11 @@ class StageHost:
                 f"the route ends at layer {descriptor.layers[1]} of {descriptor.layer_count}: add the stage that "
                 f"starts there"
             )
+        while (earlier := self._routes.get(hello.pipeline)) is not None:
+            if earlier.incarnation >= hello.incarnation:
+                raise HandshakeError(f"pipeline {hello.pipeline} has a route through this stage already")
+            earlier.end.cancel()
+            await earlier.over.wait()
         down: Link | None = None
         later: tuple[StageDescriptor, ...] = ()
         name = f"{hello.pipeline}/{hello.stage}"
@@ -184,20 +200,17 @@ class StageHost:
                 _Later(lambda: inlet),
                 call.data,
                 call.control,
-                accepts=(OpenSession, Window, CloseSession, Discard, OpenReturn, Record),
+                accepts=(OpenSession, Window, CloseSession, Discard, OpenReturn, Record, Echo),
                 conditions=self.conditions_upward,
                 heartbeat=self.heartbeat,
                 watch=watch,
             )
-            back = self._routes[hello.pipeline] = WayBack(up.ref)
+            back = WayBack(up.ref)
+            held = self._routes[hello.pipeline] = _Held(hello.incarnation, back, nursery.cancel_scope)
+            stack.callback(held.over.set)
             stack.callback(self._routes.pop, hello.pipeline)
             if not is_last:
-                data, control, answer = await connect_link(
-                    Address.parse(hello.route[0]),
-                    self._next_hello(hello),
-                    self.security,
-                    self.connect_deadline,
-                )
+                data, control, answer = await self._reach_next(hello)
                 stack.push_async_callback(data.aclose)
                 stack.push_async_callback(control.aclose)
                 later = answer.descriptors
@@ -238,6 +251,21 @@ class StageHost:
                 route.lost = True
                 with trio.CancelScope(shield=True), trio.move_on_after(1.0):
                     await self._mailbox.ref.send(RouteLost(route))
+        if not call.answered:
+            raise HandshakeError(f"a later incarnation of pipeline {hello.pipeline} has come")
+
+    async def _reach_next(self, hello: Hello) -> tuple[Connection, Connection, Welcome]:
+        """The link to the next stage, within what the caller's patience leaves for it."""
+        try:
+            return await connect_link(
+                Address.parse(hello.route[0]),
+                self._next_hello(hello),
+                self.security,
+                deadline=max(0.0, min(0.8 * hello.patience, self.connect_deadline)),
+            )
+        except MeshpipeError as error:
+            error.stage = hello.stage + 1 if error.stage is None else error.stage
+            raise
 
     def _next_hello(self, hello: Hello) -> Hello:
         descriptor = self.runner.descriptor
@@ -251,6 +279,7 @@ class StageHost:
             lanes=hello.lanes,
             context=hello.context,
             activation=hello.activation,
+            incarnation=hello.incarnation,
         )
 
     async def _carry_down(self, down: Link, up: Link, stage: int) -> None:
@@ -268,8 +297,8 @@ class StageHost:
 
     async def _return_stream(self, call: Call) -> None:
         """Direct: the coordinator has opened a return stream to this, its last stage."""
-        back = self._routes.get(call.hello.pipeline)
-        if back is None:
+        held = self._routes.get(call.hello.pipeline)
+        if held is None or held.incarnation != call.hello.incarnation:
             raise HandshakeError(f"pipeline {call.hello.pipeline} has no route through this stage")
         await call.accept()
         link = Link(
@@ -279,15 +308,18 @@ class StageHost:
             accepts=(),
             conditions=self.conditions,
             heartbeat=self.heartbeat,
-            watch=back.watch,
+            watch=held.back.watch,
         )
-        await self._use(back, link)
+        await self._use(held.back, link)
 
     async def _reverse(self, hello: Hello, back: WayBack, address: str) -> None:
         """Reverse: this stage opens the return stream to the coordinator."""
         try:
             connection, _ = await connect(
-                Address.parse(address), Hello(hello.pipeline, role="return"), self.security, STEADY
+                Address.parse(address),
+                Hello(hello.pipeline, role="return", incarnation=hello.incarnation),
+                self.security,
+                STEADY,
             )
         except MeshpipeError as error:
             log.warning("no reverse return stream to %s: %s", address, error)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import trio
-from attrs import frozen
+from attrs import define
 
 Tokens = npt.NDArray[np.int32]
 
 
-@frozen
+def prefix_digest(tokens: Sequence[int]) -> bytes:
+    """What an OpenSession says of the prefix that it wants kept, 16 bytes; none for no prefix."""
+    if not tokens:
+        return b""
+    return hashlib.blake2b(np.asarray(tokens, "<i4").tobytes(), digest_size=16).digest()
+
+
+@define
 class Lease:
     """A lane, and how many leading positions of the prompt every stage's cache of it holds."""
 
@@ -60,6 +68,22 @@ class Lanes:
                     best, best_length = lane, length
         del self._free[best]
         return Lease(best, best_length)
+
+    def swap(self, lease: Lease) -> None:
+        """The lane is taken by another coordinator: changes the lease to the next one that is free, if any is.
+
+        Nothing is known about what the caches hold there.
+        """
+        lease.cached = 0
+        if self._free:
+            lane, _ = self._free.popitem(last=False)
+            self._free[lease.lane] = np.empty(0, np.int32)
+            lease.lane = lane
+
+    def forget(self) -> None:
+        """The caches of the free lanes are lost."""
+        for lane in self._free:
+            self._free[lane] = np.empty(0, np.int32)
 
     def release(self, lane: int, held: Sequence[int]) -> None:
         """The session has ended; every stage's cache of the lane holds (at least) the tokens `held`."""

@@ -31,7 +31,9 @@ class Report:
     `ttft`: to the first token; `itl`: percentiles 50, 90 and 99 of the time between commits, spread over the
     tokens of a commit; `tpot`: seconds a token after the first; `occupancy`: mean number of windows in flight
     while decoding; `overlapped`: share of the decode time with two or more in flight; `depth` and `width`: mean
-    and maximum of the windows dispatched; `survival`: acceptance by distance from the frontier.
+    and maximum of the windows dispatched; `survival`: acceptance by distance from the frontier. `reroutes`: times
+    that windows went out again because replies were lost; `resumes`: times that the tokens were run again because
+    caches were (a stage was lost, or a lane taken). `exact` False: bits may differ from the unsplit model's.
     """
 
     prompt_tokens: int
@@ -48,6 +50,7 @@ class Report:
     stale_tokens: int
     divergences: int
     reroutes: int
+    resumes: int
     sources: dict[str, SourceReport]
     survival: tuple[tuple[int, int, int], ...]
     """(distance, judged, accepted), ascending."""
@@ -125,6 +128,7 @@ class Stopwatch:
             stale_tokens=counters.stale_tokens,
             divergences=counters.divergences,
             reroutes=counters.reroutes,
+            resumes=counters.resumes,
             sources={
                 name: SourceReport(tally.dispatched, tally.judged, tally.accepted)
                 for name, tally in counters.sources.items()

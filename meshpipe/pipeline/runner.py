@@ -5,6 +5,7 @@ A runner takes the windows of one decode as jobs. The same stage actor drives ei
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
@@ -123,6 +124,8 @@ class LlamaRunner:
             cost=engine.cost,
             exact=engine.decodes.exact,
             most_rows=engine.decodes.most,
+            fingerprint=engine.fingerprint,
+            instance=secrets.token_hex(8),
         )
 
     def open(self, lane: int, sampling: Sampling, prompt: int = 0) -> None:

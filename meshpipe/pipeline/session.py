@@ -5,6 +5,11 @@ after every late proposal. It asks its proposers with the complete optimistic su
 proposals does not drain before the next one is asked for. Prefill windows go out ahead of any reply, as many
 as the pipe has room for; each one that the last stage has run makes room for the next.
 
+It never waits for a stage alone. While a window waits for room on the way, what comes for the session is looked
+at: a cancellation, or news of the way. When the way to the stages has been formed anew (`meshpipe.pipeline.way`),
+or the lane was refused, the session opens once more and runs its committed tokens again; nobody downstream notices
+but by the pause.
+
 Output goes into a channel in commit order. Its buffer holds the whole answer if need be, so that a consumer
 that reads slowly, or not at all, delays nobody.
 """
@@ -13,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import count
 from typing import Protocol
 
@@ -21,7 +25,7 @@ import trio
 from attrs import define, field, frozen
 
 from meshpipe.actors import Actor, Ask, Mailbox, handles
-from meshpipe.errors import ActorGoneError, EngineError, MeshpipeError, StageLostError
+from meshpipe.errors import CapacityError, EngineError, MeshpipeError, StageLostError
 from meshpipe.messages import (
     CloseSession,
     Discard,
@@ -36,9 +40,10 @@ from meshpipe.messages import (
     Window,
 )
 from meshpipe.pipeline.credits import CreditScheduler
+from meshpipe.pipeline.lanes import Lanes, Lease, prefix_digest
 from meshpipe.pipeline.report import Report, Stopwatch
-from meshpipe.pipeline.stage import Sender
 from meshpipe.pipeline.stops import StopStrings
+from meshpipe.pipeline.way import Way
 from meshpipe.speculation.composite import Composite
 from meshpipe.speculation.ledger import Commit, Ledger
 from meshpipe.speculation.ngram import NgramProposer, SharedStore
@@ -94,7 +99,12 @@ class Reroute:
     """Replies may be lost for good: what is in flight has to be dispatched again."""
 
 
-SessionMessage = Reply | Progress | SessionOpened | SessionFailed | Proposal | Cancel | Reroute
+@frozen
+class WayChanged:
+    """A hint to look at the state of the way to the stages."""
+
+
+SessionMessage = Reply | Progress | SessionOpened | SessionFailed | Proposal | Cancel | Reroute | WayChanged
 
 
 def session_mailbox() -> Mailbox[SessionMessage]:
@@ -111,8 +121,7 @@ class Request:
     """What a session is asked to do, checked and tokenized."""
 
     ledger: Ledger
-    lane: int
-    cached: int
+    lease: Lease
     sampling: Sampling
     speculation: Speculation
     stops: tuple[str, ...]
@@ -123,15 +132,19 @@ class Request:
 
 @frozen
 class Surroundings:
-    """What sessions share: the pipe and its credits, the way to the first stage, how long silence may last.
+    """What sessions share: the way to the first stage, the pipe, its credits and lanes, and two deadlines.
 
-    `recorder` and `observers` are told what happens.
+    `stall_deadline`: seconds that silence may last, beyond what the stages' speed explains. `resume_deadline`:
+    seconds that a session waits for a way that is broken to be formed again. `recorder` and `observers` are told
+    what happens.
     """
 
-    first: Sender
+    first: Way
     pipe: Pipe
     credits: CreditScheduler
+    lanes: Lanes
     stall_deadline: float
+    resume_deadline: float
     recorder: Recorder = field(factory=Recorder)
     observers: list[Observer] = field(factory=list)
 
@@ -165,8 +178,16 @@ class Session(Actor[SessionMessage]):
         self._fixed_depth = speculation.depth != "auto"
         self._ledger.credits = 1_000_000  # the pace and the scheduler decide
         self._stops = StopStrings(request.stops)
-        self._prefill_room = self._prefill_depth()
+        self._prefilling: set[int] = set()  # prefill windows on their way
         self._sent: dict[int, float] = {}  # dispatch times of windows that want a reply
+        self._unsent: Window | None = None  # dispatched, and waiting for room on the way
+        self._generation = 0  # of the way on which the session was opened last
+        self._asked_for = 0  # positions that the stages' caches were asked to keep then
+        self._fingerprints = around.first.fingerprints
+        self._exact = request.exact
+        self._refused_since: float | None = None
+        self._refusals = 0
+        self._silences = 0
         self._watch = Stopwatch(trio.current_time())
         self._logprobs: dict[int, TokenLogprobs] = {}  # of picks that are not committed yet, by position
         self._waits_for = Cause.REPLY
@@ -174,11 +195,7 @@ class Session(Actor[SessionMessage]):
     async def run(self) -> None:
         """Until the last token, a failure or a cancellation; frees the lane on every stage in any case."""
         try:
-            first, request = self._around.first, self._request
-            prefix = tuple(self._ledger.committed[: request.cached])
-            prompt = self._ledger.frontier - self._ledger.generated
-            opening = OpenSession(self._ledger.session, request.lane, request.sampling, prefix, prompt=prompt)
-            await first.send(opening)
+            await self._open(self._request.lease.cached)
             await self._refill()
             while self._ledger.finished is None:
                 await self._handle_next()
@@ -193,26 +210,87 @@ class Session(Actor[SessionMessage]):
             await self._leave()
 
     async def _handle_next(self) -> None:
-        """Takes all that has come, so that the windows that follow know of every reply.
-
-        Silence is a hang only beyond what the stages' own measured speed explains: `stall_deadline` and ten times
-        the latency of the widest window.
-        """
-        patience = self._around.stall_deadline
-        patience += 10 * self._around.pipe.latency(self._ledger.limits.prefill_width)
+        """Takes all that has come, so that the windows that follow know of every reply."""
         began = trio.current_time()
-        with trio.move_on_after(patience) as scope:
+        with trio.move_on_at(self._deadline()) as scope:
             await self.mailbox.wait()
-        if scope.cancelled_caught:
-            raise StageLostError(
-                f"session {self._ledger.session}: no reply for {patience:.0f} s with "
-                f"{len(self._sent)} windows in flight; a stage or a link hangs"
-            )
         self._record(Kind.WAIT, 0, len(self._sent), began, self._waits_for)
+        if scope.cancelled_caught:
+            await self._heard_nothing()
+            return
         for message in (*self.mailbox.take("control"), *self.mailbox.take("replies")):
             await self.dispatch(message.message if isinstance(message, Ask) else message)
             if self._ledger.finished is not None:
                 return
+        if self._around.first.up and self._generation != self._around.first.generation:
+            await self._begin_again(reuse=self._around.first.same_caches)
+
+    # ---------------------------------------------------------------- patience
+
+    def _patience(self) -> float:
+        """Seconds of silence that are a hang: beyond what the stages' own measured speed explains."""
+        return self._around.stall_deadline + 10 * self._around.pipe.latency(self._ledger.limits.prefill_width)
+
+    def _deadline(self) -> float:
+        """Until when something has to come: a third of the patience, or a new way for the one that is broken."""
+        way = self._around.first
+        if way.up:
+            return trio.current_time() + self._patience() / 3
+        return way.since + self._around.resume_deadline
+
+    async def _heard_nothing(self) -> None:
+        """First sends again, in case replies were lost; then gives up the way; at last the request."""
+        way = self._around.first
+        if not way.up:
+            if trio.current_time() < way.since + self._around.resume_deadline:
+                return  # it has changed meanwhile
+            raise StageLostError(
+                f"session {self._ledger.session}: {way.reason}, and no way to the stages was found again within "
+                f"{self._around.resume_deadline:g} s"
+            )
+        self._silences += 1
+        if self._silences == 1:
+            await self.rerouted(Reroute())
+        elif self._silences == 2 and way.give_up is not None:
+            way.give_up(f"no reply for {2 * self._patience() / 3:.0f} s: a stage hangs")
+        elif self._silences > 2:
+            raise StageLostError(
+                f"session {self._ledger.session}: no reply for {self._patience():.0f} s with "
+                f"{len(self._sent)} windows in flight; a stage or a link hangs"
+            )
+
+    # ---------------------------------------------------------------- opening, and opening again
+
+    async def _open(self, cached: int) -> None:
+        way, request = self._around.first, self._request
+        self._generation, self._asked_for = way.generation, cached
+        self._fingerprints, before = way.fingerprints, self._fingerprints
+        self._exact = self._exact and before == way.fingerprints
+        prefix = prefix_digest(self._ledger.committed[:cached])
+        await way.send(
+            OpenSession(
+                self._ledger.session,
+                request.lease.lane,
+                request.sampling,
+                cached,
+                prefix,
+                prompt=self._ledger.frontier - self._ledger.generated,
+            )
+        )
+
+    async def _begin_again(self, *, reuse: bool) -> None:
+        """Opens the session once more and dispatches from the confirmed positions, or without `reuse` from 0."""
+        if self._ledger.resume(self._ledger.confirmed if reuse else 0) is not None:
+            self._restart()
+            await self._open(self._ledger.confirmed)
+
+    def _restart(self) -> None:
+        """What was in flight is lost."""
+        self._pace.restart()
+        self._credits.drop_all()
+        self._sent.clear()
+        self._prefilling.clear()
+        self._unsent = None
 
     async def _leave(self) -> None:
         """Tells every stage that the lane is free; what is still in flight is dropped on the way.
@@ -221,10 +299,9 @@ class Session(Actor[SessionMessage]):
         lives; when it is cancelled (the pipeline is closing), not at all.
         """
         number = self._ledger.session
-        with suppress(ActorGoneError):  # no stage is left that could hold the lane
-            self._around.first.try_send(Discard(number, self._ledger.epoch + 1))
-            if not self._around.first.try_send(CloseSession(number)):
-                await self._around.first.send(CloseSession(number))
+        self._around.first.try_send(Discard(number, self._ledger.epoch + 1))
+        if not self._around.first.try_send(CloseSession(number)):
+            await self._around.first.send(CloseSession(number))
 
     # ---------------------------------------------------------------- what comes
 
@@ -232,6 +309,7 @@ class Session(Actor[SessionMessage]):
     async def replied(self, reply: Reply) -> None:
         """A window's picks: commits what they confirm."""
         now = trio.current_time()
+        self._silences = 0
         sent = self._sent.pop(reply.number, None)
         self._record(Kind.REPLY, reply.number, len(reply.tokens), epoch=reply.epoch)
         if sent is not None and reply.epoch == self._ledger.epoch:
@@ -250,16 +328,40 @@ class Session(Actor[SessionMessage]):
     @handles(Progress)
     async def progressed(self, progress: Progress) -> None:
         """A prefill window has been run everywhere: there is room for another."""
-        self._prefill_room += 1
+        self._silences = 0
+        self._prefilling.discard(progress.number)
 
     @handles(SessionOpened)
     async def opened(self, opened: SessionOpened) -> None:
         """Every stage has admitted the session; the windows are on their way already."""
+        self._refused_since = None
 
     @handles(SessionFailed)
     async def failed(self, failed: SessionFailed) -> None:
-        """A stage cannot go on."""
-        raise EngineError(f"stage {failed.stage}: {failed.reason}")
+        """A stage cannot go on, or has not begun: then another lane may do, or the same without its prefix."""
+        if not failed.refused:
+            raise EngineError(f"stage {failed.stage}: {failed.reason}")
+        now, lease, way = trio.current_time(), self._request.lease, self._around.first
+        if self._refused_since is None:
+            self._refused_since, self._refusals = now, 0
+        if now - self._refused_since > self._around.stall_deadline:
+            raise CapacityError(
+                f"stage {failed.stage}: {failed.reason}; no other lane has become free either"
+            )
+        way.try_send(Discard(self._ledger.session, self._ledger.epoch + 1))
+        await way.send(CloseSession(self._ledger.session))  # at the stages that did open it
+        if self._asked_for:
+            lease.cached = 0
+        else:
+            self._refusals += 1
+            self._around.lanes.swap(lease)
+            if self._refusals >= self._around.lanes.count:
+                await trio.sleep(min(1.0, 0.01 * 2 ** (self._refusals - self._around.lanes.count)))
+        await self._begin_again(reuse=False)
+
+    @handles(WayChanged)
+    async def way_changed(self, changed: WayChanged) -> None:
+        """What it means is seen when all that has come was handled."""
 
     @handles(Proposal)
     async def proposed(self, proposal: Proposal) -> None:
@@ -270,11 +372,8 @@ class Session(Actor[SessionMessage]):
     async def rerouted(self, reroute: Reroute) -> None:
         """Begins again at the frontier, in a new epoch."""
         discard = self._ledger.reroute()
-        self._pace.restart()
-        self._credits.drop_all()
-        self._sent.clear()
-        self._prefill_room = self._prefill_depth()
         if discard is not None:
+            self._restart()
             self._around.first.try_send(discard)
 
     @handles(Cancel)
@@ -289,6 +388,7 @@ class Session(Actor[SessionMessage]):
         if commit.diverged:
             self._credits.drop_all()
             self._sent.clear()
+            self._prefilling.clear()
         if commit.discard is not None:
             self._around.first.try_send(commit.discard)
         self._pace.retired(commit.number, self._composite.update())
@@ -325,9 +425,9 @@ class Session(Actor[SessionMessage]):
             now,
             self._ledger.counters,
             prompt=self._ledger.frontier - self._ledger.generated,
-            cached=self._request.cached,
+            cached=self._request.lease.cached,
             reason=reason,
-            exact=self._request.exact,
+            exact=self._exact,
         )
         for observer in self._around.observers:
             observer.finished(report)
@@ -338,13 +438,16 @@ class Session(Actor[SessionMessage]):
     async def _refill(self) -> None:
         """Sends every window that there is something to send for, and a credit."""
         self._waits_for = Cause.REPLY
+        if self._unsent is not None and not await self._push(self._unsent):
+            return
         while self._ledger.finished is None:
             if self._ledger.prefilling:
-                if self._prefill_room < 1:
+                if len(self._prefilling) >= self._prefill_depth():
                     return
                 window = self._composite.dispatch(1)
                 assert window is not None
-                self._prefill_room -= not window.wanted
+                if not window.wanted:
+                    self._prefilling.add(window.number)
                 survival: Sequence[float] = [1.0]
             else:
                 began = trio.current_time()
@@ -363,9 +466,11 @@ class Session(Actor[SessionMessage]):
                 if window is None:
                     return
                 survival = survival[: window.width]
-            await self._send(window, survival)
+            if not await self._send(window, survival):
+                return
 
-    async def _send(self, window: Window, survival: Sequence[float]) -> None:
+    async def _send(self, window: Window, survival: Sequence[float]) -> bool:
+        """Says whether the window has gone; else it waits in `_unsent`, and news wait in the mailbox."""
         if window.wanted:
             now = trio.current_time()
             self._pace.sent(window.number, survival)
@@ -374,7 +479,29 @@ class Session(Actor[SessionMessage]):
             self._watch.sent(now, window.wanted, self._ledger.in_flight)
         kind = Kind.DISPATCH if window.wanted == window.width else Kind.PREFILL
         self._record(kind, window.number, window.width, None, window.start)
-        await self._around.first.send(window)
+        return await self._push(window)
+
+    async def _push(self, window: Window) -> bool:
+        """Waits for room on the way until a control message comes; a window that is stale by now is forgotten."""
+        self._unsent = window
+        if window.epoch == self._ledger.epoch and not self._around.first.try_send(window):
+            gone = False
+            with trio.move_on_at(self._deadline()):
+                async with trio.open_nursery() as nursery:
+
+                    async def interrupt() -> None:
+                        await self.mailbox.wait("control")
+                        nursery.cancel_scope.cancel()
+
+                    nursery.start_soon(interrupt)
+                    await self._around.first.send(window)
+                    gone = True
+                    nursery.cancel_scope.cancel()
+            if not gone:
+                return False
+        self._unsent = None
+        await trio.lowlevel.checkpoint()  # the stage may begin before the next window comes
+        return True
 
     def _record(
         self,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from meshpipe.actors import Ref
 from meshpipe.errors import ActorGoneError
-from meshpipe.messages import Progress, Reply, SessionFailed, SessionOpened, Spans
+from meshpipe.messages import Echo, Progress, Reply, SessionFailed, SessionOpened, Spans
 from meshpipe.pipeline.session import SessionMessage
 
 
@@ -18,8 +19,8 @@ class ReturnSink:
 
     def __init__(self) -> None:
         self.unclaimed = 0
-        self.on_lost: Callable[[int, str], None] = lambda stage, reason: None
-        """Called when a stage says that all its sessions have failed, before they hear of it."""
+        self.on_lost: Callable[[int, str], None] | None = None
+        """Called when a stage says that all its sessions have failed; None: every session is told."""
         self.on_spans: Callable[[Spans], None] = lambda spans: None
         """Called with what a stage has recorded."""
         self._sessions: dict[int, Ref[SessionMessage]] = {}
@@ -35,6 +36,12 @@ class ReturnSink:
     def sessions(self) -> list[Ref[SessionMessage]]:
         """Those that are registered now."""
         return list(self._sessions.values())
+
+    def tell_all(self, message: SessionMessage) -> None:
+        """For every session; one whose mailbox is full does without."""
+        for ref in self._sessions.values():
+            with suppress(ActorGoneError):
+                ref.try_send(message)
 
     async def send(self, message: object) -> None:
         """See `Sender.send`; waits while the session's mailbox is full."""
@@ -58,11 +65,13 @@ class ReturnSink:
         if isinstance(message, Spans):
             self.on_spans(message)
             return []
-        if not isinstance(message, (Reply, Progress, SessionOpened, SessionFailed)):
+        if not isinstance(message, (Reply, Progress, SessionOpened, SessionFailed, Echo)):
             raise TypeError(f"a return sink does not take {type(message).__name__}")
         if message.session is None:
+            if self.on_lost is None:
+                return list(self._sessions.values())
             self.on_lost(message.stage, message.reason)
-            return list(self._sessions.values())
+            return []
         ref = self._sessions.get(message.session)
         if ref is None:
             self.unclaimed += 1

@@ -31,6 +31,7 @@ from meshpipe.errors import ActorGoneError, MeshpipeError
 from meshpipe.messages import (
     CloseSession,
     Discard,
+    Echo,
     OpenSession,
     Progress,
     Reply,
@@ -40,6 +41,7 @@ from meshpipe.messages import (
     Timing,
     Window,
 )
+from meshpipe.pipeline.lanes import prefix_digest
 from meshpipe.pipeline.merging import merged_count
 from meshpipe.pipeline.runner import Aborted, Job, Picks, Result, Runner
 from meshpipe.speculation.policy import CostCurve
@@ -50,11 +52,11 @@ log = logging.getLogger("meshpipe.stage")
 _NEVER = 2**63
 """Above every epoch: a session whose windows are all stale."""
 
-Downward = OpenSession | Window | CloseSession | Discard
+Downward = OpenSession | Window | CloseSession | Discard | Echo
 """What travels from the coordinator to the last stage."""
-Upward = Reply | Progress | SessionOpened | SessionFailed | Spans
+Upward = Reply | Progress | SessionOpened | SessionFailed | Echo | Spans
 """What travels to the coordinator."""
-UPWARD = (Reply, Progress, SessionOpened, SessionFailed, Spans)
+UPWARD = (Reply, Progress, SessionOpened, SessionFailed, Echo, Spans)
 
 
 class Sender(Protocol):
@@ -108,7 +110,7 @@ def stage_mailbox(windows: int = 4096) -> Mailbox[StageMessage]:
     """
 
     def queue_of(message: StageMessage) -> str:
-        if isinstance(message, RouteLost) or isinstance(message.message, Discard):
+        if isinstance(message, RouteLost) or isinstance(message.message, (Discard, Echo)):
             return "control"
         return "windows"
 
@@ -304,6 +306,8 @@ class Stage(Actor[StageMessage]):
             await self._open(arrival.route, message)
         elif isinstance(message, CloseSession):
             await self._close(arrival.route, message)
+        elif isinstance(message, Echo):
+            self._hint(arrival.route.downstream or arrival.route.back, message)
         else:
             self._discard(arrival.route, message)
 
@@ -335,26 +339,29 @@ class Stage(Actor[StageMessage]):
             return
         lanes = self._runner.descriptor.lanes
         problem: str | None = None
+        refused = False
         if (route, message.session) in self._sessions:
             problem = f"session {message.session} is open already"
         elif not 0 <= message.lane < lanes:
             problem = f"lane {message.lane} was asked for; this stage has lanes 0 to {lanes - 1}"
         elif message.lane in self._lanes:
             problem = f"lane {message.lane} is taken by another session; choose a free one"
-        elif message.cached != self._held(message.lane)[: len(message.cached)]:
+            refused = True
+        elif message.prefix != prefix_digest(held := self._held(message.lane, message.cached)):
             problem = (
-                f"lane {message.lane} does not hold the {len(message.cached)} cached tokens that were named: "
-                "another coordinator has used it; ask again, without reuse"
+                f"lane {message.lane} does not hold the {message.cached} cached tokens that were named: "
+                "another coordinator has used it, or the stage was started anew; ask again, without reuse"
             )
+            refused = True
         else:
             try:
                 self._runner.open(message.lane, message.sampling, message.prompt)
             except MeshpipeError as error:
                 problem = str(error)
         if problem is not None:
-            await self._fail(route, message.session, problem)
+            await self._fail(route, message.session, problem, refused=refused)
             return
-        session = _Session(message.session, route, message.lane, list(message.cached))
+        session = _Session(message.session, route, message.lane, held)
         self._cached[message.lane] = session.tokens
         self._sessions[route, message.session] = self._lanes[message.lane] = session
         if route.downstream is not None:
@@ -362,9 +369,9 @@ class Stage(Actor[StageMessage]):
         else:
             await self._send(route.back, SessionOpened(message.session))
 
-    def _held(self, lane: int) -> tuple[int, ...]:
-        """The tokens in the lane's cache, of whichever coordinator's session."""
-        return tuple(self._cached.get(lane, ())[: self._runner.length(lane)])
+    def _held(self, lane: int, most: int) -> list[int]:
+        """The first tokens in the lane's cache, `most` at most, of whichever coordinator's session."""
+        return self._cached.get(lane, [])[: max(0, min(most, self._runner.length(lane)))]
 
     async def _close(self, route: Route, message: CloseSession) -> None:
         session = self._sessions.get((route, message.session))
@@ -385,10 +392,7 @@ class Stage(Actor[StageMessage]):
         if session is not None:
             session.stale_below = max(session.stale_below, message.epoch)
         if route.downstream is not None:
-            try:
-                route.downstream.try_send(message)  # a hint: better lost than waited for
-            except ActorGoneError:
-                log.debug("a Discard found no next stage")
+            self._hint(route.downstream, message)
 
     def _forget(self, session: _Session) -> None:
         """Frees the session's lane and drops its windows."""
@@ -555,13 +559,21 @@ class Stage(Actor[StageMessage]):
         except ActorGoneError:
             log.debug("no one takes %s any more", type(message).__name__)
 
+    def _hint(self, to: Sender, message: object) -> None:
+        """Sends what is better lost than waited for."""
+        try:
+            to.try_send(message)
+        except ActorGoneError:
+            log.debug("no one takes %s any more", type(message).__name__)
+
     async def _fail_session(self, session: _Session, reason: str) -> None:
         self._forget(session)
         await self._fail(session.route, session.number, reason)
 
-    async def _fail(self, route: Route, session: int, reason: str) -> None:
-        log.warning("stage %d: session %d failed: %s", route.index, session, reason)
-        await self._send(route.back, SessionFailed(session, route.index, reason))
+    async def _fail(self, route: Route, session: int, reason: str, *, refused: bool = False) -> None:
+        level = logging.INFO if refused else logging.WARNING
+        log.log(level, "stage %d: session %d failed: %s", route.index, session, reason)
+        await self._send(route.back, SessionFailed(session, route.index, reason, refused))
 
     def _count_dropped(self, route: Route, window: Window, came: float) -> None:
         record(route, Kind.DROP, window, came, trio.current_time(), window.width)

@@ -7,6 +7,7 @@ in pieces up the control way, so that neither a window nor a Discard waits for i
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import trio
 
@@ -47,9 +48,12 @@ class Tracer:
 
 
 class RemoteTracer(Tracer):
-    """Records a pipeline whose stages are in other processes; `first` is the link to the first, `sink` hears them."""
+    """Records a pipeline whose stages are in other processes; `sink` hears them.
 
-    def __init__(self, recorder: Recorder, stages: int, first: Link, sink: ReturnSink) -> None:
+    `first` gives the link to the first of them, as it is now.
+    """
+
+    def __init__(self, recorder: Recorder, stages: int, first: Callable[[], Link], sink: ReturnSink) -> None:
         super().__init__(recorder, stages)
         self._first = first
         self._heard: dict[int, list[Spans]] = {}
@@ -69,7 +73,7 @@ class RemoteTracer(Tracer):
         tracks = [Track(self.recorder.stop(), full, Offset())]
         with trio.CancelScope(shield=True):  # bounded by PATIENCE
             missing = await self._ask(on=False)
-        hops = [estimate(self._first.beats)]
+        hops = [estimate(self._first().beats)]
         for stage in range(self.stages - 1):
             heard = self._heard.get(stage)
             ahead, give = (heard[-1].next_ahead, heard[-1].next_give_or_take) if heard else (None, None)
@@ -91,7 +95,7 @@ class RemoteTracer(Tracer):
         """Tells all stages, and waits for what they answer; returns those that did not."""
         self._heard.clear()
         try:
-            await self._first.ref.send(Record(on))
+            await self._first().ref.send(Record(on))
         except ActorGoneError:
             return list(range(self.stages))
         while missing := [stage for stage in range(self.stages) if not self._complete(stage)]:

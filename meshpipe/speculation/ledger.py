@@ -39,7 +39,8 @@ The rules, with `n` committed tokens, that is, the frontier at `n`:
     their cache to a window's start before they run it, which is all the repair there is.
 7.  When a reply is lost for good, `reroute` raises the epoch and dispatches again from the confirmed
     positions: from the input as a rule, from the end of the cached prefix if not even the prompt was
-    confirmed. The suffix stays, since nothing says that it is wrong.
+    confirmed. The suffix stays, since nothing says that it is wrong. When caches are lost (a stage died, or
+    the session moves to another lane), `resume` does the same from as far as the caches still reach.
 8.  Committed tokens that are more than the input and not yet run (a prompt, or a resumed session) go out as
     *prefill* windows: no wider than `prefill_width`, not bounded by `credits`, wanting no reply except one
     row of the last. Speculation may follow the last one at once.
@@ -157,6 +158,7 @@ class Counters:
     stale_tokens: int = 0
     divergences: int = 0
     reroutes: int = 0
+    resumes: int = 0
     late: int = 0
     duplicates: int = 0
     ignored_proposals: int = 0
@@ -176,8 +178,9 @@ class _Draft:
 class Ledger:
     """One session's tokens and windows, under the rules at the top of this file.
 
-    session: the number that windows, replies and proposals carry. A session that is resumed on another lane
-        needs a new number, so that what is left of its old life cannot be mistaken for the new one.
+    session: the number that windows, replies and proposals carry. A ledger that is made to go on with what
+        another has `generated` needs a new number, so that what is left of the old life cannot be mistaken
+        for the new one; `resume` keeps the number and raises the epoch instead.
     prompt: at least one token.
     cached: leading positions that every stage's cache already holds; at least the last token must be run.
     generated: tokens that an earlier ledger committed after this prompt; they are run again as prefill,
@@ -397,6 +400,25 @@ class Ledger:
         if self.finished is not None:
             return None
         self.counters.reroutes += 1
+        self._raise_epoch()
+        return Discard(self.session, self.epoch)
+
+    def resume(self, cached: int = 0) -> Discard | None:
+        """To be called when caches are lost: in a new epoch, runs the committed tokens from `cached` on again.
+
+        `cached` leading positions are held by every stage's cache for certain. Returns the hint for the stages;
+        None if the session is finished and nothing has to be done. Raises UsageError unless `cached` leaves a
+        committed token to run.
+        """
+        if not 0 <= cached < self.frontier:
+            raise UsageError(
+                f"cached is {cached}; with {self.frontier} committed tokens it must be in 0 … {self.frontier - 1}, "
+                "so that at least one token is run"
+            )
+        if self.finished is not None:
+            return None
+        self.counters.resumes += 1
+        self._confirmed = cached
         self._raise_epoch()
         return Discard(self.session, self.epoch)
 

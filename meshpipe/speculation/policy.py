@@ -77,6 +77,11 @@ class Pipe:
             raise UsageError(f"a pipe needs a stage and a link time of 0 or more, not {self}")
         self._scales = [1.0] * len(self.curves)
 
+    def replace(self, curves: tuple[CostCurve, ...], link: float) -> None:
+        """Other stages have taken the place of these, as many."""
+        self.curves, self.link = curves, link
+        self._scales = [1.0] * len(curves)
+
     def services(self, width: int) -> list[float]:
         """Seconds that each stage takes for one window."""
         return [scale * curve(width) for scale, curve in zip(self._scales, self.curves, strict=True)]

@@ -11,6 +11,7 @@ address = "10.0.0.1:7001"         # where the stage before it reaches it
 layers = "15:30"
 address = "10.0.0.2:7001"
 return_address = "10.0.0.2:7001"  # where the coordinator opens the return stream, if that is another address
+standby = ["10.0.0.3:7001"]       # stages of the same layers that take over if this one is lost
 """
 
 from __future__ import annotations
@@ -34,11 +35,20 @@ ACTIVATIONS = ("float32", "float16", "bfloat16", "int8")
 
 @frozen
 class StagePlace:
-    """Where one stage is. `layers` [start, stop) is checked against what the stage says of itself."""
+    """Where one stage is. `layers` [start, stop) is checked against what the stage says of itself.
+
+    `standby` are the addresses of stages of the same layers that take over when it is lost.
+    """
 
     address: str
     layers: tuple[int, int] | None = None
     return_address: str | None = None
+    standby: tuple[str, ...] = ()
+
+    @property
+    def choices(self) -> tuple[StagePlace, ...]:
+        """This place, then its standbys."""
+        return (self, *(StagePlace(address, self.layers) for address in self.standby))
 
 
 @frozen
@@ -86,12 +96,20 @@ def read_topology(path: str | Path) -> Topology:
 def _stage(path: Path, number: int, stage: Any) -> StagePlace:
     if not isinstance(stage, dict):
         raise UsageError(f"{path}: stage {number} must be a table with the key 'address'")
-    _only_known(path, stage, {"address", "layers", "return_address"}, f"stage {number}")
+    _only_known(path, stage, {"address", "layers", "return_address", "standby"}, f"stage {number}")
     address = _text(path, stage, "address")
     if not address:
         raise UsageError(f"{path}: stage {number} has no 'address'")
     layers = _text(path, stage, "layers")
-    return StagePlace(address, parse_layers(layers) if layers else None, _text(path, stage, "return_address"))
+    standby = stage.get("standby", [])
+    if not isinstance(standby, list) or not all(isinstance(other, str) for other in standby):
+        raise UsageError(f"{path}: 'standby' of stage {number} must be a list of addresses, not {standby!r}")
+    return StagePlace(
+        address,
+        parse_layers(layers) if layers else None,
+        _text(path, stage, "return_address"),
+        tuple(standby),
+    )
 
 
 def parse_layers(text: str) -> tuple[int, int]:

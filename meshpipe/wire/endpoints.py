@@ -81,7 +81,7 @@ async def connect_link(
     address: Address, hello: Hello, security: Security = OPEN, deadline: float = WARM_UP
 ) -> tuple[SocketConnection, SocketConnection, Welcome]:
     """The data and the control connection of a link, and the Welcome, within `deadline` seconds."""
-    hello = evolve(hello, link=secrets.token_bytes(16))
+    hello = evolve(hello, link=secrets.token_bytes(16), patience=deadline)
     end = trio.current_time() + deadline
     control, _ = await connect(address, evolve(hello, role="control"), security, deadline)
     try:
@@ -264,7 +264,7 @@ async def _handle(call: Call, handler: Callable[[Call], Awaitable[None]]) -> Non
             raise
         log.warning("%s: %s", call.data.peer, expected)
         if not call.answered:
-            await _tell(call, str(expected))
+            await _tell(call, expected)
     else:
         if not call.answered:
             raise RuntimeError(f"the handler of {call.data.peer} returned without an answer")
@@ -282,9 +282,9 @@ def _expected(error: BaseException) -> MeshpipeError | None:
     return within[0] if within and None not in within else None
 
 
-async def _tell(call: Call, reason: str) -> None:
+async def _tell(call: Call, error: MeshpipeError) -> None:
     try:
         with trio.move_on_after(STEADY):
-            await refuse(call.data, reason)
+            await refuse(call.data, str(error), error.stage)
     except MeshpipeError:
         pass  # whoever has gone needs no answer

@@ -18,7 +18,7 @@ import numpy as np
 from attrs import frozen
 
 from meshpipe.errors import ProtocolError
-from meshpipe.messages import OpenSession, Progress, Reply, Rows, Window
+from meshpipe.messages import Progress, Reply, Rows, Window
 
 from .codec import decode, encode
 
@@ -61,8 +61,6 @@ class Frame:
         payload = 0 if rows is None else rows.nbytes
         if isinstance(message, Window):
             return WINDOW_HEADER + WINDOW_TOKEN * len(message.tokens) + payload
-        if isinstance(message, OpenSession):
-            return WINDOW_HEADER + WINDOW_TOKEN * len(message.cached)
         return 100 + payload
 
 

@@ -119,9 +119,9 @@ async def welcome(
     connection.agree(hello.activation, Limits(columns=columns))
 
 
-async def refuse(connection: Connection, reason: str) -> None:
-    """Declines, with the reason. The connection is of no more use."""
-    await connection.send(Frame(Refusal(reason)))
+async def refuse(connection: Connection, reason: str, stage: int | None = None) -> None:
+    """Declines, with the reason, and the stage that it is about. The connection is of no more use."""
+    await connection.send(Frame(Refusal(reason, stage)))
 
 
 def check_hello(hello: Hello, descriptor: StageDescriptor) -> None:
@@ -148,5 +148,7 @@ def check_hello(hello: Hello, descriptor: StageDescriptor) -> None:
 async def _receive(connection: Connection) -> object:
     message = (await connection.receive()).message
     if isinstance(message, Refusal):
-        raise HandshakeError(f"{connection.peer} refused: {message.reason}")
+        error = HandshakeError(f"{connection.peer} refused: {message.reason}")
+        error.stage = message.stage
+        raise error
     return message

@@ -61,10 +61,13 @@ REMEMBERED = 1024
 
 @frozen
 class Heartbeat:
-    """A Ping every `every` seconds; a peer from which nothing came for `deadline` seconds is lost."""
+    """A Ping every `every` seconds; a peer from which nothing came for `deadline` seconds is lost.
 
-    every: float = 1.0
-    deadline: float = 10.0
+    The deadline is beyond four of the slowest round trips of late, so that a long way is no silence.
+    """
+
+    every: float = 0.5
+    deadline: float = 2.5
 
 
 HEARTBEAT = Heartbeat()
@@ -345,11 +348,15 @@ class Link:
             await self._inbox.send(message)
 
     async def _watch(self, heartbeat: Heartbeat) -> None:
+        awake_since = trio.current_time()
         while True:
-            self._answer(Ping(next(self._numbers), trio.current_time()))
+            now = trio.current_time()
+            self._answer(Ping(next(self._numbers), now))
             await trio.sleep(heartbeat.every)
-            silence = trio.current_time() - self._heard_at()
-            if silence > heartbeat.deadline:
+            if trio.current_time() - now > 2 * heartbeat.every:
+                awake_since = trio.current_time()  # it was this side that stood still
+            silence = trio.current_time() - max(self._heard_at(), awake_since)
+            if silence > heartbeat.deadline + 4 * max(self._round_trips, default=0.0):
                 raise StageLostError(f"nothing came from {self._ways[0][0].peer} for {silence:.1f} s")
 
     async def _linger(self) -> None:

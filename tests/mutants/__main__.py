@@ -91,6 +91,10 @@ FAULTS: dict[str, tuple[str, str]] = {
         "        self.counters.reroutes += 1\n",
         "        self.counters.reroutes += 1\n        self._confirmed = self.frontier - 1\n",
     ),
+    "a resume trusts caches that are lost": (
+        "        self._confirmed = cached\n",
+        "        self._confirmed = max(cached, self._confirmed)\n",
+    ),
     "windows overlap by one": (
         "        self._sent = stop\n",
         "        self._sent = max(stop - 1, start + 1)\n",

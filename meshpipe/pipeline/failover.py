@@ -1,0 +1,217 @@
+"""Failover: keeps a way to the stages, and forms it anew when it is lost, for as long as the pipeline is open.
+
+What is lost is noticed by the links: at once when a connection ends, by heartbeats when it falls silent, by the
+sessions when no reply comes. Then the same stages are tried first, with little patience if there are others; the
+stage that cannot be reached gives way to the next of its standbys, in turn, and after a round of all choices
+there is a pause that doubles. Nobody goes back from a standby that works.
+
+The stages that take over must be able to do what those before did (model, lanes, context, rows). Whether they
+compute the same bits is what their fingerprints say; sessions put that into their reports.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from itertools import count
+
+import trio
+from attrs import frozen
+
+from meshpipe.errors import ActorGoneError, HandshakeError, MeshpipeError, StageLostError
+from meshpipe.messages import Echo, StageDescriptor
+from meshpipe.pipeline.session import session_mailbox
+from meshpipe.pipeline.sink import ReturnSink
+from meshpipe.pipeline.stage import Sender
+from meshpipe.pipeline.way import Way
+from meshpipe.topology.layout import StagePlace
+from meshpipe.wire.endpoints import STEADY, WARM_UP
+
+log = logging.getLogger("meshpipe.failover")
+
+QUICK = 1.0
+"""Seconds of patience, and ten times the links' delay, with a lost stage that others can replace."""
+PAUSES = (0.05, 2.0)
+"""Seconds between rounds of attempts: at first, and at most."""
+HYSTERESIS = 1.25
+"""By how much a pipeline that is formed anew may exceed the limit of its round trip."""
+
+
+@frozen
+class Joined:
+    """Stages that are joined: the way in, what they are, and the seconds of a round trip over all of them."""
+
+    first: Sender
+    descriptors: tuple[StageDescriptor, ...]
+    round_trip: float
+
+
+@frozen
+class Attempt:
+    """What is to be joined: a place for every stage; `patience` in seconds; `incarnation` counts attempts."""
+
+    places: tuple[StagePlace, ...]
+    patience: float
+    incarnation: int
+
+
+Join = Callable[[Attempt], AbstractAsyncContextManager[Joined]]
+"""Joins the stages, holds them joined as long as the context lasts. Raises MeshpipeError, with the stage if known."""
+
+
+class Candidates:
+    """Which of its places each stage is tried at. `places` may change between two calls."""
+
+    def __init__(self, places: Callable[[], Sequence[StagePlace]]) -> None:
+        self._places = places
+        self._turns = [0] * len(places())
+
+    def chosen(self) -> tuple[StagePlace, ...]:
+        """A place for every stage."""
+        places = [place.choices for place in self._places()]
+        return tuple(choices[turn % len(choices)] for choices, turn in zip(places, self._turns, strict=True))
+
+    def count(self, stage: int) -> int:
+        """How many places the stage has."""
+        return len(self._places()[stage].choices) if 0 <= stage < len(self._turns) else 1
+
+    def blame(self, stage: int) -> None:
+        """The stage could not be reached where it was looked for: the next place is its turn."""
+        if 0 <= stage < len(self._turns):
+            self._turns[stage] += 1
+
+
+class Failover:
+    """Keeps `way` up; `run` it as long as the pipeline is open.
+
+    `adopt` is told of stages that have taken over, before sessions use them: their descriptors, the round trip,
+    and whether their caches may hold what they held. `max_round_trip`: seconds that a round trip may take when
+    the pipeline is formed (never later: jitter ends no session).
+    """
+
+    def __init__(
+        self,
+        way: Way,
+        places: Callable[[], Sequence[StagePlace]],
+        join: Join,
+        *,
+        max_round_trip: float | None = None,
+    ) -> None:
+        self.way = way
+        self.adopt: Callable[[Sequence[StageDescriptor], float, bool], None] = lambda *_: None
+        self._candidates = Candidates(places)
+        self._join = join
+        self._max_round_trip = max_round_trip
+        self._lost = trio.Event()
+        self._suspect = 0
+        way.give_up = lambda reason: self.lost(self._suspect, reason)
+
+    def lost(self, stage: int, reason: str) -> None:
+        """A stage, or the link to it, is gone; the first word of it counts."""
+        if self.way.up:
+            log.warning("stage %d is lost: %s", stage, reason)
+            self._suspect = stage
+            self.way.broke(f"stage {stage}: {reason}")
+            self._lost.set()
+
+    async def run(self, *, task_status: trio.TaskStatus[Joined] = trio.TASK_STATUS_IGNORED) -> None:
+        """Forms the way, starts with what it joined, and from then on forms it anew until cancelled.
+
+        Raises what joining raises if the way cannot be formed the first time.
+        """
+        incarnations = count()
+        try:
+            known = await self._hold(next(incarnations), WARM_UP, None, task_status)
+            while True:
+                known = await self._form_again(incarnations, known)
+        finally:
+            self.way.close()
+
+    async def _form_again(self, incarnations: count[int], known: Joined) -> Joined:
+        """Tries until the way was up once more, and lost again."""
+        delay = 10 * known.round_trip
+        patience = (QUICK if self._candidates.count(self._suspect) > 1 else STEADY) + delay
+        pause, longest = PAUSES
+        tried = 0
+        while True:
+            try:
+                return await self._hold(next(incarnations), patience, known)
+            except MeshpipeError as error:
+                stage = self._suspect if error.stage is None else error.stage
+                log.info("not joined again yet, for stage %d: %s", stage, error)
+                self._candidates.blame(stage)
+                tried += 1
+            patience = STEADY + delay
+            if tried % self._candidates.count(stage) == 0:
+                await trio.sleep(pause)
+                pause = min(longest, 2 * pause)
+
+    async def _hold(
+        self,
+        incarnation: int,
+        patience: float,
+        known: Joined | None,
+        task_status: trio.TaskStatus[Joined] = trio.TASK_STATUS_IGNORED,
+    ) -> Joined:
+        """Joins the stages once and holds them until one is lost; returns what was joined."""
+        self._lost = trio.Event()
+        async with self._join(Attempt(self._candidates.chosen(), patience, incarnation)) as joined:
+            self._check_round_trip(joined, again=known is not None)
+            same = False
+            if known is not None:
+                check_successors(known.descriptors, joined.descriptors)
+                same = _instances(known) == _instances(joined)
+                self.adopt(joined.descriptors, joined.round_trip, same)
+                log.warning("the stages are joined again")
+            fingerprints = tuple(descriptor.fingerprint for descriptor in joined.descriptors)
+            self.way.formed(joined.first, same_caches=same, fingerprints=fingerprints)
+            task_status.started(joined)
+            await self._lost.wait()
+        return joined
+
+    def _check_round_trip(self, joined: Joined, *, again: bool) -> None:
+        limit = self._max_round_trip
+        if limit is not None and joined.round_trip > limit * (HYSTERESIS if again else 1.0):
+            raise StageLostError(
+                f"a round trip over the stages takes {joined.round_trip * 1000:.0f} ms; the limit is "
+                f"{limit * 1000:.0f} ms: take stages that are nearer, or allow more"
+            )
+
+
+def check_successors(before: Sequence[StageDescriptor], now: Sequence[StageDescriptor]) -> None:
+    """Whether stages can take over from others; raises HandshakeError with the stage that cannot.
+
+    The handshake has seen to model, lanes and context.
+    """
+    for stage, (old, new) in enumerate(zip(before, now, strict=True)):
+        if new.layers != old.layers or new.most_rows < old.most_rows:
+            error = HandshakeError(
+                f"stage {stage} cannot take over: it has layers {new.layers[0]}:{new.layers[1]} and decodes of up "
+                f"to {new.most_rows} rows, the one before had {old.layers[0]}:{old.layers[1]} and {old.most_rows}"
+            )
+            error.stage = stage
+            raise error
+
+
+def _instances(joined: Joined) -> list[str]:
+    return [descriptor.instance for descriptor in joined.descriptors]
+
+
+async def round_trip(first: Sender, sink: ReturnSink, number: int, deadline: float) -> float:
+    """Seconds that a message takes to the last stage and back the way that replies come.
+
+    `number` is nobody else's. Raises StageLostError after `deadline` seconds.
+    """
+    mailbox = session_mailbox()
+    sink.register(number, mailbox.ref)
+    began = trio.current_time()
+    try:
+        with trio.fail_after(deadline):
+            await first.send(Echo(number))
+            await mailbox.receive()
+            return trio.current_time() - began
+    except (trio.TooSlowError, ActorGoneError):
+        raise StageLostError(f"no answer from the last stage within {deadline:g} s") from None
+    finally:
+        sink.forget(number)

@@ -1,0 +1,185 @@
+"""Stages that are lost: others take over, or they come back, and nobody who reads the output notices."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from simulated import mixed, serial
+from test_remote import Mesh, generate, joined, lanes_free, mesh
+
+from meshpipe import Coordinator, StagePlace, Topology
+from meshpipe.errors import HandshakeError, StageLostError
+from meshpipe.messages import StageDescriptor
+from meshpipe.pipeline.failover import Candidates, check_successors
+from meshpipe.pipeline.way import Way, WayState
+
+
+class Sink:
+    """A `Sender` that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.messages: list[object] = []
+
+    async def send(self, message: object) -> None:
+        self.messages.append(message)
+
+    def try_send(self, message: object) -> bool:
+        self.messages.append(message)
+        return True
+
+
+def with_standbys(first: Mesh, second: Mesh) -> Topology:
+    """Each stage of the first mesh, with the second's as its standby."""
+    pairs = zip(first.topology.stages, second.topology.stages, strict=True)
+    return Topology(
+        tuple(StagePlace(one.address, one.layers, standby=(other.address,)) for one, other in pairs)
+    )
+
+
+async def read(pipeline: Coordinator, prompt: list[int], count: int, *at: trio.Event) -> int:
+    """Generates, sets each event after another 20 tokens; returns how often the session was resumed."""
+    tokens: list[int] = []
+    events = list(at)
+    async with pipeline.generate(prompt, max_tokens=count) as generation:
+        async for piece in generation:
+            tokens += piece.tokens
+            if events and len(tokens) > 20 * (1 + len(at) - len(events)):
+                events.pop(0).set()
+    assert tokens == serial(mixed, prompt, count)
+    assert generation.report is not None
+    assert generation.report.exact
+    return generation.report.resumes
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+async def test_a_standby_takes_over_in_the_middle_of_requests(lost: int) -> None:
+    async with mesh(3) as m, mesh(3) as spare, joined(with_standbys(m, spare)) as pipeline:
+        begun = trio.Event()
+        resumes: list[int] = []
+
+        async def one(number: int) -> None:
+            resumes.append(await read(pipeline, [number] * 30, 100, begun))
+
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(one, number)
+            await begun.wait()
+            m.scopes[lost].cancel()
+            began = trio.current_time()
+            await trio.sleep(0.01)
+            with trio.fail_after(5):
+                await pipeline.way.wait_up(5)
+            assert trio.current_time() - began < 2
+        assert max(resumes) == 1
+        assert (pipeline.way.generation, pipeline.lanes.free) == (2, 4)
+        survivors = [host for stage, host in enumerate(m.hosts) if stage != lost]
+        await lanes_free([*survivors, spare.hosts[lost]])
+        assert [host.routes for host in survivors] == [1, 1]
+        await generate(pipeline, [9], 20)
+
+
+async def test_a_link_that_is_reset_costs_no_prefill() -> None:
+    """The processes live and hold their caches: only what was not confirmed is run again."""
+    async with mesh(2) as m, joined(m.topology) as pipeline:
+        begun = trio.Event()
+        resumes: list[int] = []
+
+        async def one() -> None:
+            resumes.append(await read(pipeline, [7] * 500, 200, begun))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one)
+            await begun.wait()
+            rows = m.hosts[0].stage.counters.rows_run
+            (held,) = m.hosts[1]._routes.values()
+            held.end.cancel()
+        assert resumes == [1]
+        assert m.hosts[0].stage.counters.rows_run < rows + 400
+        await lanes_free(m.hosts)
+
+
+async def test_every_stage_is_lost_in_turn() -> None:
+    async with mesh(2) as m, mesh(2) as spare, joined(with_standbys(m, spare)) as pipeline:
+        first, second = trio.Event(), trio.Event()
+        resumes: list[int] = []
+
+        async def one() -> None:
+            resumes.append(await read(pipeline, [3, 4], 400, first, second))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one)
+            await first.wait()
+            m.scopes[1].cancel()
+            await second.wait()
+            m.scopes[0].cancel()
+        assert resumes == [2]
+
+
+async def test_a_request_that_comes_while_a_stage_is_lost_waits_for_another() -> None:
+    async with mesh(2) as m, joined(m.topology, queue_deadline=0.2) as pipeline:
+        (held,) = m.hosts[0]._routes.values()
+        m.hosts[0].draining = True  # answers nobody
+        held.end.cancel()
+        while pipeline.way.up:  # noqa: ASYNC110
+            await trio.sleep(0.01)
+        with pytest.raises(StageLostError, match="no route to the stages"), trio.fail_after(3):
+            await pipeline.complete([1])
+        m.hosts[0].draining = False
+        await pipeline.way.wait_up(5)
+        await generate(pipeline, [1], 20)
+
+
+async def test_a_round_trip_that_is_too_long_is_refused_at_forming() -> None:
+    async with mesh(1) as m:
+        with pytest.raises(StageLostError, match="the limit is 0 ms"):
+            async with joined(m.topology, max_round_trip=1e-9):
+                pass
+
+
+def test_candidates_take_turns() -> None:
+    places = [StagePlace("a:1"), StagePlace("b:1", standby=("b:2", "b:3"))]
+    candidates = Candidates(lambda: places)
+
+    def chosen() -> list[str]:
+        return [place.address for place in candidates.chosen()]
+
+    assert chosen() == ["a:1", "b:1"]
+    for stage, expected in [(1, "b:2"), (0, "b:2"), (7, "b:2"), (1, "b:3"), (1, "b:1")]:
+        candidates.blame(stage)
+        assert chosen() == ["a:1", expected]
+    assert [candidates.count(stage) for stage in (-1, 0, 1, 2)] == [1, 1, 3, 1]
+
+
+def test_successors_have_to_do_as_much() -> None:
+    def described(most: int, stop: int = 1) -> StageDescriptor:
+        return StageDescriptor("sim", (0, stop), 2, 8, 100, 1, 1, most_rows=most)
+
+    check_successors([described(8)], [described(9)])
+    for worse in (described(7), described(8, stop=2)):
+        with pytest.raises(HandshakeError, match="cannot take over"):
+            check_successors([described(8)], [worse])
+
+
+async def test_the_way_is_a_state_machine() -> None:
+    way, one, two = Way(), Sink(), Sink()
+    changes: list[WayState] = []
+    way.on_change = lambda: changes.append(way.state)
+    await way.send("lost")
+    assert way.try_send("lost")
+    with pytest.raises(StageLostError, match="not been formed"):
+        await way.wait_up(0.0)
+    way.broke("never was")
+    way.formed(one)
+    await way.send("first")
+    way.broke("it fell")
+    way.broke("later word")
+    assert way.reason == "it fell"
+    assert way.try_send("lost")
+    way.formed(two, same_caches=True)
+    await way.wait_up(0.0)
+    assert way.try_send("second")
+    assert (one.messages, two.messages, way.generation) == (["first"], ["second"], 2)
+    way.close()
+    with pytest.raises(StageLostError, match="closed"):
+        await way.wait_up(1.0)
+    assert changes == [WayState.UP, WayState.BROKEN, WayState.UP, WayState.CLOSED]
