@@ -65,3 +65,43 @@ def test_trunk_is_the_original(smollm2: Path) -> None:
     assert clear.mean() > 0.4
     assert same[clear].all()
     assert same.mean() > 0.9
+
+
+@pytest.mark.slow
+def test_trained_as_it_is_run(smollm2: Path, tmp_path: Path) -> None:
+    """The block that PyTorch trains drafts what llama.cpp's MTP context drafts, chained too."""
+    torch = pytest.importorskip("torch")
+    from bench.models.smollm2_mtp import block as blocks
+    from bench.models.smollm2_mtp import train
+
+    header = read_header(smollm2)
+    untrained = tmp_path / "untrained.gguf"
+    blocks.save(untrained, blocks.initial(header), {})
+    model = Model(assemble(tmp_path / "model.gguf", untrained))
+    count = 40
+    tokens = np.array(Vocabulary(smollm2).tokenize(TEXT.read_text())[:count], np.int32)
+    lane = np.zeros(count)
+    with Context(model, context=256) as target, Context(model, context=256, mtp=True) as mtp:
+        logits, hidden = (array.copy() for array in target.run(tokens, np.arange(count), lane))
+        labels = logits.argmax(axis=1)
+        expected, rows = (
+            array.copy() for array in mtp.run(tokens[1:], np.arange(1, count), lane[1:], hidden[:-1])
+        )
+        mtp.trim(0, count - 1)
+        mtp.run(tokens[-1:], [count - 1], [0], hidden[-2:-1])
+        chained, _ = mtp.run(labels[-1:], [count], [0], rows[-1:])
+        chained = chained.copy()
+    model.close()
+    block, embedding = train.build(header, blocks.read(untrained))
+    mask = torch.ones(count - 1, count - 1, dtype=torch.bool).tril()[None, None]
+    given = torch.from_numpy(hidden[None, :-1]), torch.from_numpy(tokens[None, 1:].astype(np.int64))
+    with torch.no_grad():
+        out, past = block(*given, mask)
+        found = block.norm(out[0], "nextn.shared_head_norm") @ embedding.T
+        # Of the second pass only the last row counts: it sees all of the first pass and itself.
+        own = torch.eye(count - 1, dtype=torch.bool)[None, None]
+        again = torch.from_numpy(labels[None, 1:].astype(np.int64))
+        second, _ = block(out, again, torch.cat([mask, own], dim=-1), past)
+        last = block.norm(second[0, -1], "nextn.shared_head_norm") @ embedding.T
+    np.testing.assert_allclose(found.numpy(), expected, atol=0.05 * expected.std())
+    np.testing.assert_allclose(last.numpy(), chained[0], atol=0.05 * expected.std())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from bench.models.smollm2_mtp.assemble import assemble
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.models.smollm2_mtp", description=__doc__)
@@ -13,6 +15,16 @@ def main() -> None:
     command.add_argument("directory", type=Path)
     command.add_argument("--tokens", type=int, default=1_000_000)
     command.add_argument("--seed", type=int, default=1)
+    command = commands.add_parser("train", help="train the block on that text")
+    command.add_argument("directory", type=Path, nargs="+")
+    command.add_argument("--block", type=Path, required=True, help="where to write the block")
+    command.add_argument("--begin", type=Path, help="a block to go on from")
+    command.add_argument("--steps", type=int, default=2000)
+    command.add_argument("--seed", type=int, default=1)
+    command = commands.add_parser("evaluate", help="measure how often drafts are accepted, with llama.cpp")
+    command.add_argument("--block", type=Path, help="default: the block of the sources")
+    command.add_argument("--tokens", type=int, default=128, help="tokens to write to each prompt")
+    command.add_argument("--threads", type=int, default=2)
     command = commands.add_parser("assemble", help="write the GGUF file with the block of the sources")
     command.add_argument("path", type=Path, nargs="?", help="default: in the cache")
     command.add_argument("--block", type=Path, help="another block")
@@ -21,9 +33,17 @@ def main() -> None:
         from bench.models.smollm2_mtp.data import generate
 
         generate(options.directory, options.tokens, options.seed)
-    if options.command == "assemble":
-        from bench.models.smollm2_mtp.assemble import assemble
+    if options.command == "train":
+        from bench.models.smollm2_mtp.train import Settings, train
 
+        train(
+            options.directory, options.block, Settings(steps=options.steps, seed=options.seed), options.begin
+        )
+    if options.command == "evaluate":
+        from bench.models.smollm2_mtp.evaluate import evaluate, table
+
+        print(table(evaluate(assemble(block=options.block), options.tokens, options.threads)))
+    if options.command == "assemble":
         print(assemble(options.path, options.block))
 
 

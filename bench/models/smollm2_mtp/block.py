@@ -65,6 +65,18 @@ def load(path: Path, layer: int) -> list[Entry]:
     ]
 
 
+def read(path: Path) -> Weights:
+    """The weights of a block's file, as they are after quantization."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    return {
+        tensor.name: np.array(
+            dequantize(read_rows(tensor), GGMLQuantizationType(tensor.kind)), np.float32
+        ).reshape(tensor.shape[::-1])
+        for tensor in read_header(path).tensors.values()
+    }
+
+
 def _entry(name: str, array: NDArray[np.float32]) -> Entry:
     shape = array.shape[::-1]
     if array.ndim == 1:

@@ -10,7 +10,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 from llama_cpp import llama_cpp_ext
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from meshpipe.errors import EngineError, ModelError
 from meshpipe.llama import bindings
@@ -71,9 +71,9 @@ class Context:
 
     def run(
         self,
-        tokens: NDArray[np.int32],
-        positions: NDArray[np.int32],
-        lanes: NDArray[np.int32],
+        tokens: ArrayLike,
+        positions: ArrayLike,
+        lanes: ArrayLike,
         hidden: Hidden | None = None,
     ) -> tuple[Logits, Hidden]:
         """Decodes one row per token: logits `[rows, vocabulary]` and hidden rows `[rows, n_embd]`.
@@ -81,8 +81,8 @@ class Context:
         Both are views of llama.cpp's buffers, valid until the next call. The MTP context needs `hidden`, the
         row of the position before each token's. Raises EngineError.
         """
-        count = len(tokens)
         held = [np.ascontiguousarray(array, np.int32) for array in (tokens, positions)]
+        count = len(held[0])
         ones, flags = np.ones(count, np.int32), np.ones(count, np.int8)
         sequences = (self._ids.ctypes.data + 4 * np.asarray(lanes, np.int64)).astype(np.uintp)
         rows = None if hidden is None else np.ascontiguousarray(hidden, np.float32)

@@ -1,0 +1,326 @@
+"""Trains the NextN block to foretell the model's own choices. PyTorch on a CPU (extra `train`).
+
+The block's input at row i is the model's hidden row of position i and the token at i + 1; what it should say is the
+model's greedy choice after that token. Two things are asked of it in each step:
+
+- one draft at every position: half of the loss is the cross-entropy of the model's choice, half the
+  distance to the model's own distribution, which its next hidden row gives for nothing;
+- on a part of the rows a second draft from the block's own output and the model's choice, whose keys and values are the
+  first pass's up to the row and its own: what chaining does at inference.
+
+Both are computed over the tokens that the batch's labels name and a sample of the frequent ones, not over the
+whole vocabulary. Texts lie end to end; a batch is windows of that stream, and attention stays within a text.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that waits leaves the core to others
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from attrs import define, frozen
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bench.models.smollm2_mtp import block as blocks
+from bench.models.smollm2_mtp import express
+from bench.models.smollm2_mtp.data import HIDDEN, LABELS, TOKENS, records
+from meshpipe.llama.gguf import Header, read_header
+
+EPSILON = 1e-5
+WINDOW = 256
+HELD_OUT = 0.02  # share of the texts, the last ones, to watch progress with
+FREQUENT = 12_000  # tokens that negatives are drawn from
+
+
+@frozen
+class Stream:
+    """Texts end to end."""
+
+    tokens: Tensor
+    labels: Tensor
+    text: Tensor
+    """Number of the text that each position belongs to."""
+    hidden: np.ndarray
+
+    @staticmethod
+    def read(directories: Sequence[Path]) -> tuple[Stream, Stream]:
+        """To train on, and held out."""
+        parts = []
+        for directory in directories:
+            found = list(records(directory))
+            total = sum(record.length for record in found)
+            numbers = np.repeat(np.arange(len(found)), [record.length for record in found])
+            hidden = np.fromfile(directory / HIDDEN, np.float16, total * 576).reshape(total, 576)
+            tokens, labels = (np.fromfile(directory / name, np.int32, total) for name in (TOKENS, LABELS))
+            cut = sum(record.length for record in found[: int(len(found) * (1 - HELD_OUT))])
+            parts.append([(array[:cut], array[cut:]) for array in (tokens, labels, numbers, hidden)])
+        offset = np.cumsum([0] + [len(part[0][0]) + len(part[0][1]) for part in parts])
+        streams = []
+        for side in (0, 1):
+            tokens, labels, hidden = (np.concatenate([part[n][side] for part in parts]) for n in (0, 1, 3))
+            numbers = np.concatenate(
+                [part[2][side] + start for part, start in zip(parts, offset, strict=False)]
+            )
+            streams.append(
+                Stream(*(torch.from_numpy(a.astype(np.int64)) for a in (tokens, labels, numbers)), hidden)
+            )
+        return streams[0], streams[1]
+
+    def batch(self, starts: Sequence[int]) -> Batch:
+        """Windows that begin at `starts`; each needs WINDOW + 2 positions."""
+        index = torch.as_tensor(starts)[:, None] + torch.arange(WINDOW + 2)
+        hidden = torch.from_numpy(self.hidden[index[:, : WINDOW + 1].numpy()].astype(np.float32))
+        tokens, labels, text = self.tokens[index], self.labels[index], self.text[index]
+        now, after, last = text[:, :WINDOW], text[:, 1 : WINDOW + 1], text[:, 2:]
+        causal = torch.ones(WINDOW, WINDOW, dtype=torch.bool).tril()
+        first = now == after
+        return Batch(
+            hidden[:, :WINDOW],
+            tokens[:, 1 : WINDOW + 1],
+            labels[:, 1 : WINDOW + 1],
+            labels[:, 2:],
+            hidden[:, 1:],
+            first,
+            first & (now == last) & (tokens[:, 2:] == labels[:, 1 : WINDOW + 1]),
+            ((now[:, :, None] == now[:, None, :]) & causal)[:, None],
+        )
+
+
+@frozen
+class Batch:
+    """Windows of a stream, `[windows, WINDOW, ...]`."""
+
+    hidden: Tensor
+    tokens: Tensor
+    """Of the position after each hidden row."""
+    labels: Tensor
+    chained_labels: Tensor
+    next_hidden: Tensor
+    """The model's hidden row that gave the label."""
+    counts: Tensor
+    """Where there is a label."""
+    chained_counts: Tensor
+    """Where the text went the way that the model chose, so that there is a label for the second draft."""
+    mask: Tensor
+
+
+class Block(nn.Module):
+    """The NextN block as llama.cpp computes it for `mimo2`, in float32."""
+
+    def __init__(
+        self, weights: blocks.Weights, embedding: Tensor, heads: int, groups: int, base: float
+    ) -> None:
+        super().__init__()
+        self.weights = nn.ParameterDict(
+            {_key(name): nn.Parameter(torch.from_numpy(w.copy())) for name, w in weights.items()}
+        )
+        self.heads, self.groups = heads, groups
+        self.embedding = embedding
+        size = len(embedding[0]) // heads
+        angles = torch.arange(WINDOW + 1)[:, None] * base ** (-torch.arange(0, size, 2) / size)
+        self.cos, self.sin = angles.cos(), angles.sin()
+
+    def forward(
+        self, hidden: Tensor, tokens: Tensor, mask: Tensor, past: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Output rows (before the head's norm), and keys and values. With `past`, rows are one position later."""
+        w = self.weights
+        width = hidden.shape[-1]
+        both = torch.cat(
+            [
+                self.norm(self.embedding[tokens], "nextn.enorm"),
+                self.norm(hidden, "nextn.hnorm"),
+            ],
+            dim=-1,
+        )
+        rows = both @ w[_key("nextn.eh_proj.weight")].T
+        attended = self.norm(rows, "attn_norm") @ w[_key("attn_qkv.weight")].T
+        size = width // self.heads
+        parts = attended.split([width, self.groups * size, self.groups * size], dim=-1)
+        queries, keys, values = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in parts)
+        shift = 0 if past is None else 1
+        queries, keys = self.rotate(queries, shift), self.rotate(keys, shift)
+        own = keys, values
+        if past is not None:
+            keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
+        repeat = self.heads // self.groups
+        keys, values = keys.repeat_interleave(repeat, dim=1), values.repeat_interleave(repeat, dim=1)
+        mixed = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        rows = rows + mixed.transpose(1, 2).flatten(2) @ w[_key("attn_output.weight")].T
+        normed = self.norm(rows, "ffn_norm")
+        gate = functional.silu(normed @ w[_key("ffn_gate.weight")].T)
+        return rows + (gate * (normed @ w[_key("ffn_up.weight")].T)) @ w[_key("ffn_down.weight")].T, own
+
+    def norm(self, rows: Tensor, name: str) -> Tensor:
+        """Root-mean-square normalization."""
+        weight = self.weights[_key(f"{name}.weight")]
+        return functional.rms_norm(rows, weight.shape, weight, EPSILON)
+
+    def rotate(self, rows: Tensor, shift: int) -> Tensor:
+        """Rotary embedding in halves; `[windows, heads, rows, size]`."""
+        count = rows.shape[2]
+        cos, sin = self.cos[shift : shift + count], self.sin[shift : shift + count]
+        low, high = rows.chunk(2, dim=-1)
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+    def drafts(self, batch: Batch, chained: int) -> tuple[Tensor, Tensor]:
+        """Head inputs of the first draft, and of the second in the first `chained` windows."""
+        rows, past = self(batch.hidden, batch.tokens, batch.mask)
+        own = torch.eye(WINDOW, dtype=torch.bool).expand(chained, 1, WINDOW, WINDOW)
+        mask = torch.cat([batch.mask[:chained], own], dim=-1)
+        cut = past[0][:chained], past[1][:chained]
+        second, _ = self(rows[:chained], batch.labels[:chained], mask, cut)
+        return self.norm(rows, "nextn.shared_head_norm"), self.norm(second, "nextn.shared_head_norm")
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "/")
+
+
+@define
+class Settings:
+    """How to train. The defaults made the block that comes with the sources."""
+
+    steps: int = 2000
+    windows: int = 8
+    chained: int = 4
+    negatives: int = 1500
+    rate: float = 1.5e-3
+    warmup: int = 50
+    average: float = 0.99
+    seed: int = 1
+    every: int = 100
+
+
+def build(header: Header, weights: blocks.Weights) -> tuple[Block, Tensor]:
+    """The block with these weights, and the embedding, which is the head too."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    tensor = header.tensors["token_embd.weight"]
+    wide = dequantize(express.read_rows(tensor), GGMLQuantizationType(tensor.kind))
+    embedding = torch.from_numpy(np.ascontiguousarray(wide, np.float32))
+    heads, groups = header.integer(".attention.head_count"), header.integer(".attention.head_count_kv")
+    return Block(weights, embedding, heads, groups, float(header.get(".rope.freq_base"))), embedding
+
+
+def train(directories: Sequence[Path], target: Path, settings: Settings, begin: Path | None = None) -> None:
+    """Trains on the texts in `directories`; writes the block to `target` each time it is better than before."""
+    torch.manual_seed(settings.seed)
+    header = read_header(express.original())
+    initial = blocks.initial(header)
+    block, embedding = build(header, blocks.read(begin) if begin else initial)
+    output_norm = torch.from_numpy(initial["nextn.shared_head_norm.weight"].copy())
+    stream, held_out = Stream.read(directories)
+    print(f"{len(stream.tokens)} tokens to train on, {len(held_out.tokens)} held out", flush=True)
+    frequent = stream.labels.bincount(minlength=len(embedding)).argsort(descending=True)[:FREQUENT]
+    matrices = [p for p in block.parameters() if p.ndim == 2]
+    vectors = [p for p in block.parameters() if p.ndim == 1]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(vectors, lr=1.0, weight_decay=0.0),
+    ]
+    average = {name: p.detach().clone() for name, p in block.named_parameters()}
+    best, began = 0.0, time.monotonic()
+    for step, starts in zip(range(settings.steps), _windows(stream, settings), strict=False):
+        warm = min(1.0, (step + 1) / settings.warmup)
+        rate = settings.rate * warm * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.zero_grad()
+        batch = stream.batch(starts)
+        loss = _loss(block, batch, embedding, output_norm, frequent, settings)
+        loss.backward()
+        nn.utils.clip_grad_norm_(block.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        decay = min(settings.average, (1 + step) / (10 + step))
+        for name, parameter in block.named_parameters():
+            average[name].lerp_(parameter.detach(), 1 - decay)
+        if (step + 1) % settings.every == 0 or step + 1 == settings.steps:
+            accepted = _measure(block, average, held_out, embedding)
+            print(
+                f"step {step + 1} of {settings.steps}, loss {loss.item():.3f}, accepted {accepted[0]:.3f} "
+                f"{accepted[1]:.3f}, {time.monotonic() - began:.0f} s",
+                flush=True,
+            )
+            if sum(accepted) > best:
+                best = sum(accepted)
+                weights = {
+                    name.removeprefix("weights.").replace("/", "."): p.numpy() for name, p in average.items()
+                }
+                provenance = {"seed": str(settings.seed), "step": f"{step + 1} of {settings.steps}"}
+                blocks.save(target, weights, provenance)
+
+
+def _windows(stream: Stream, settings: Settings) -> Iterator[list[int]]:
+    """Starts of the windows of each batch: the stream in random order, pass after pass, cut elsewhere each time."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    waiting: list[int] = []
+    while True:
+        while len(waiting) < settings.windows:
+            first = int(torch.randint(WINDOW, (1,), generator=generator))
+            starts = torch.arange(first, len(stream.tokens) - WINDOW - 2, WINDOW)
+            waiting += starts[torch.randperm(len(starts), generator=generator)].tolist()
+        yield waiting[: settings.windows]
+        del waiting[: settings.windows]
+
+
+def _loss(
+    block: Block, batch: Batch, embedding: Tensor, output_norm: Tensor, frequent: Tensor, settings: Settings
+) -> Tensor:
+    chained = settings.chained
+    first, second = block.drafts(batch, chained)
+    labels = batch.labels[batch.counts]
+    chained_counts = batch.chained_counts[:chained]
+    chained_labels = batch.chained_labels[:chained][chained_counts]
+    negatives = frequent[torch.randint(len(frequent), (settings.negatives,))]
+    candidates = torch.cat([labels, chained_labels, negatives]).unique()
+    matrix = embedding[candidates]
+    with torch.no_grad():
+        rows = functional.rms_norm(batch.next_hidden[batch.counts], output_norm.shape, output_norm, EPSILON)
+        distribution = (rows @ matrix.T).softmax(dim=-1)
+    said = first[batch.counts] @ matrix.T
+    hard = functional.cross_entropy(said, torch.searchsorted(candidates, labels))
+    soft = functional.cross_entropy(said, distribution)
+    chain = functional.cross_entropy(
+        second[chained_counts] @ matrix.T, torch.searchsorted(candidates, chained_labels)
+    )
+    return 0.5 * hard + 0.5 * soft + 0.5 * chain
+
+
+@torch.no_grad()
+def _measure(
+    block: Block, average: dict[str, Tensor], stream: Stream, embedding: Tensor
+) -> tuple[float, float]:
+    """Share of first drafts that are the model's choice, and of second ones, of the averaged weights."""
+    parameters = dict(block.named_parameters())
+    kept = {name: p.detach().clone() for name, p in parameters.items()}
+    for name, p in parameters.items():
+        p.copy_(average[name])
+    right, counts = torch.zeros(2), torch.zeros(2)
+    starts = list(range(0, len(stream.tokens) - WINDOW - 2, WINDOW))[:16]
+    for start in starts:
+        batch = stream.batch([start])
+        for number, (rows, labels, where) in enumerate(
+            zip(
+                block.drafts(batch, 1),
+                (batch.labels, batch.chained_labels),
+                (batch.counts, batch.chained_counts),
+                strict=True,
+            )
+        ):
+            right[number] += ((rows[where] @ embedding.T).argmax(dim=-1) == labels[where]).sum()
+            counts[number] += where.sum()
+    for name, p in parameters.items():
+        p.copy_(kept[name])
+    first, second = (right / counts.clamp(min=1)).tolist()
+    return first, second
