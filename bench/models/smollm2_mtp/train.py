@@ -132,19 +132,23 @@ class Block(nn.Module):
         self, hidden: Tensor, tokens: Tensor, mask: Tensor, past: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Output rows (before the head's norm), and keys and values. With `past`, rows are one position later."""
-        w = self.weights
-        width = hidden.shape[-1]
-        both = torch.cat(
-            [
-                self.norm(self.embedding[tokens], "nextn.enorm"),
-                self.norm(hidden, "nextn.hnorm"),
-            ],
-            dim=-1,
-        )
-        rows = both @ w[_key("nextn.eh_proj.weight")].T
-        attended = self.norm(rows, "attn_norm") @ w[_key("attn_qkv.weight")].T
-        size = width // self.heads
-        parts = attended.split([width, self.groups * size, self.groups * size], dim=-1)
+        rows = self.inputs(hidden, tokens) @ self.weights["nextn/eh_proj/weight"].T
+        mixed, own = self.attention(rows, mask, past)
+        rows = rows + mixed @ self.weights["attn_output/weight"].T
+        return rows + self.features(rows) @ self.weights["ffn_down/weight"].T, own
+
+    def inputs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """The token's embedding and the hidden row, each normalized, side by side."""
+        embedded = self.norm(self.embedding[tokens], "nextn.enorm")
+        return torch.cat([embedded, self.norm(hidden, "nextn.hnorm")], dim=-1)
+
+    def attention(
+        self, rows: Tensor, mask: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """What the heads mix, before the output matrix, and the rows' own keys and values."""
+        attended = self.norm(rows, "attn_norm") @ self.weights["attn_qkv/weight"].T
+        size = rows.shape[-1] // self.heads
+        parts = attended.split([rows.shape[-1], self.groups * size, self.groups * size], dim=-1)
         queries, keys, values = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in parts)
         shift = 0 if past is None else 1
         queries, keys = self.rotate(queries, shift), self.rotate(keys, shift)
@@ -154,10 +158,13 @@ class Block(nn.Module):
         repeat = self.heads // self.groups
         keys, values = keys.repeat_interleave(repeat, dim=1), values.repeat_interleave(repeat, dim=1)
         mixed = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-        rows = rows + mixed.transpose(1, 2).flatten(2) @ w[_key("attn_output.weight")].T
+        return mixed.transpose(1, 2).flatten(2), own
+
+    def features(self, rows: Tensor) -> Tensor:
+        """The feed-forward's inner rows."""
         normed = self.norm(rows, "ffn_norm")
-        gate = functional.silu(normed @ w[_key("ffn_gate.weight")].T)
-        return rows + (gate * (normed @ w[_key("ffn_up.weight")].T)) @ w[_key("ffn_down.weight")].T, own
+        gate = functional.silu(normed @ self.weights["ffn_gate/weight"].T)
+        return gate * (normed @ self.weights["ffn_up/weight"].T)
 
     def norm(self, rows: Tensor, name: str) -> Tensor:
         """Root-mean-square normalization."""
@@ -220,6 +227,8 @@ def train(directories: Sequence[Path], target: Path, settings: Settings, begin: 
     output_norm = torch.from_numpy(initial["nextn.shared_head_norm.weight"].copy())
     stream, held_out = Stream.read(directories)
     print(f"{len(stream.tokens)} tokens to train on, {len(held_out.tokens)} held out", flush=True)
+    if not begin:
+        fit(block, stream)
     frequent = stream.labels.bincount(minlength=len(embedding)).argsort(descending=True)[:FREQUENT]
     matrices = [p for p in block.parameters() if p.ndim == 2]
     vectors = [p for p in block.parameters() if p.ndim == 1]
@@ -259,6 +268,39 @@ def train(directories: Sequence[Path], target: Path, settings: Settings, begin: 
                 }
                 provenance = {"seed": str(settings.seed), "step": f"{step + 1} of {settings.steps}"}
                 blocks.save(target, weights, provenance)
+
+
+@torch.no_grad()
+def fit(block: Block, stream: Stream, limit: int = 60_000) -> None:
+    """Sets the block's linear maps by least squares, one after the other, to give the model's next hidden row.
+
+    First the map of the inputs, then the attention's output, then the feed-forward's, each on what is left by those
+    before it; the rest stays the last layer's. Costs seconds and saves the first thousand steps.
+    """
+    starts = range(0, min(len(stream.tokens), limit) - WINDOW - 2, WINDOW)
+    batches = [stream.batch([start]) for start in starts]
+    counts = [batch.counts for batch in batches]
+    targets = [functional.rms_norm(batch.next_hidden, batch.next_hidden.shape[-1:]) for batch in batches]
+    given = [block.inputs(batch.hidden, batch.tokens) for batch in batches]
+    rows = _fit(block.weights["nextn/eh_proj/weight"], given, targets, counts)
+    given = [block.attention(some, batch.mask, None)[0] for some, batch in zip(rows, batches, strict=True)]
+    left = [target - some for target, some in zip(targets, rows, strict=True)]
+    more = _fit(block.weights["attn_output/weight"], given, left, counts)
+    rows = [some + other for some, other in zip(rows, more, strict=True)]
+    left = [target - some for target, some in zip(targets, rows, strict=True)]
+    _fit(block.weights["ffn_down/weight"], [block.features(some) for some in rows], left, counts)
+
+
+def _fit(matrix: Tensor, given: list[Tensor], targets: list[Tensor], counts: list[Tensor]) -> list[Tensor]:
+    """Sets `matrix` by ridge regression and returns what it gives."""
+    size = matrix.shape[1]
+    square, product = torch.zeros(size, size), torch.zeros(size, len(matrix))
+    for some, target, where in zip(given, targets, counts, strict=True):
+        square += some[where].T @ some[where]
+        product += some[where].T @ target[where]
+    ridge = 0.02 * square.diagonal().mean() * torch.eye(size)
+    matrix.copy_(torch.linalg.solve(square + ridge, product).T)
+    return [some @ matrix.T for some in given]
 
 
 def _windows(stream: Stream, settings: Settings) -> Iterator[list[int]]:
