@@ -19,11 +19,12 @@ def main() -> None:
     command.add_argument("directory", type=Path, nargs="+")
     command.add_argument("--block", type=Path, required=True, help="where to write the block")
     command.add_argument("--begin", type=Path, help="a block to go on from")
-    command.add_argument("--steps", type=int, default=2000)
+    command.add_argument("--steps", type=int, default=300)
     command.add_argument("--seed", type=int, default=1)
     command = commands.add_parser("evaluate", help="measure how often drafts are accepted, with llama.cpp")
     command.add_argument("--block", type=Path, help="default: the block of the sources")
     command.add_argument("--tokens", type=int, default=128, help="tokens to write to each prompt")
+    command.add_argument("--each", type=int, default=5, help="prompts of each kind")
     command.add_argument("--threads", type=int, default=2)
     command = commands.add_parser("assemble", help="write the GGUF file with the block of the sources")
     command.add_argument("path", type=Path, nargs="?", help="default: in the cache")
@@ -42,7 +43,7 @@ def main() -> None:
     if options.command == "evaluate":
         from bench.models.smollm2_mtp.evaluate import evaluate, table
 
-        print(table(evaluate(assemble(block=options.block), options.tokens, options.threads)))
+        print(table(evaluate(assemble(block=options.block), options.tokens, options.each, options.threads)))
     if options.command == "assemble":
         print(assemble(options.path, options.block))
 

@@ -24,7 +24,7 @@ from meshpipe.llama.vocabulary import Vocabulary
 
 DRAFTS = 3
 LANES = 8
-LONGEST = 768  # tokens of a prompt; longer ones are left out
+LONGEST = 512  # tokens of a prompt; longer ones are left out
 
 
 @define
@@ -61,12 +61,19 @@ class Count:
         return f"{' '.join(shares)}   {sum(self.accepted) / max(self.anchors, 1):5.2f} {self.anchors:7}"
 
 
-def evaluate(path: Path, count: int, threads: int = 2) -> dict[str, Count]:
-    """Acceptance by kind of text: the `workloads` prompts, answered greedily, and open questions, sampled."""
+def evaluate(path: Path, count: int, each: int, threads: int = 2) -> dict[str, Count]:
+    """Acceptance by kind of text: the `workloads` prompts, answered greedily, and open questions, sampled.
+
+    The model writes `count` tokens to each of the first `each` prompts of a kind.
+    """
     vocabulary = Vocabulary(path)
     prompts = [(kind, chat(vocabulary, text), 0.0) for kind, text in held_out()]
     prompts += [("sampled at 0.8", chat(vocabulary, question), 0.8) for question in QUESTIONS]
-    prompts = [prompt for prompt in prompts if len(prompt[1]) <= LONGEST]
+    found: dict[str, list[tuple[str, tuple[int, ...], float]]] = {}
+    for prompt in prompts:
+        if len(prompt[1]) <= LONGEST:
+            found.setdefault(prompt[0], []).append(prompt)
+    prompts = sorted((p for some in found.values() for p in some[:each]), key=lambda p: len(p[1]))
     room = max(len(tokens) for _, tokens, _ in prompts) + count + DRAFTS
     counts: dict[str, Count] = {}
     model = Model(path)
@@ -148,11 +155,11 @@ def _draft(mtp: Context, texts: list[Text], counts: dict[str, Count]) -> None:
 
 def table(counts: dict[str, Count]) -> str:
     """Share accepted at chain positions 1, 2, 3, each of those accepted before; accepted per anchor; anchors."""
-    greedy, sampled = Count(), Count()
+    greedy = Count()
     for kind, count in counts.items():
-        total = sampled if kind.startswith("sampled") else greedy
-        total.anchors += count.anchors
-        total.accepted = [a + b for a, b in zip(total.accepted, count.accepted, strict=True)]
-    lines = {**counts, "all greedy": greedy}
+        if not kind.startswith("sampled"):
+            greedy.anchors += count.anchors
+            greedy.accepted = [a + b for a, b in zip(greedy.accepted, count.accepted, strict=True)]
+    lines = {**dict(sorted(counts.items())), "all greedy": greedy}
     head = f"{'':18}     1      2      3     mean anchors"
     return "\n".join([head, *(f"{kind:18} {count}" for kind, count in lines.items())])
