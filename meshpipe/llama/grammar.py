@@ -31,8 +31,8 @@ def check_bounds(grammar: str) -> None:
     """Raises UsageError for what is too long or too deep for llama.cpp's parser."""
     if len(grammar) > MAX_LENGTH:
         raise UsageError(f"the grammar has {len(grammar)} characters; at most {MAX_LENGTH} are allowed")
-    if "\0" in grammar:
-        raise UsageError("the grammar holds a zero character; write it as \\x00")
+    if "\0" in grammar or any("\ud800" <= character <= "\udfff" for character in grammar):
+        raise UsageError("the grammar holds a zero character or half a surrogate pair; write it as \\x00")
     depth = 0
     for character in grammar:  # those in literals count too: they are few, and this cannot be fooled
         depth += (character == "(") - (character == ")" and depth > 0)

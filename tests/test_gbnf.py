@@ -1,0 +1,191 @@
+"""JSON schemas as grammars: what the grammar lets through is what the schema allows."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshpipe.errors import UsageError
+from meshpipe.llama.gbnf import json_object, json_schema, tool_calls
+from meshpipe.llama.grammar import Grammar, check_bounds
+from meshpipe.llama.vocabulary import Vocabulary
+
+
+@pytest.fixture(scope="module")
+def vocabulary(smollm2: Path) -> Iterator[Vocabulary]:
+    vocabulary = Vocabulary(smollm2)
+    yield vocabulary
+    vocabulary.close()
+
+
+def matches(vocabulary: Vocabulary, grammar: str, text: str) -> bool:
+    """Whether the whole text is what the grammar describes."""
+    check_bounds(grammar)
+    state = Grammar(grammar, vocabulary.pointer, 0)
+    try:
+        tokens = [token for one in text for token in vocabulary.tokenize(one, start=False, special=False)]
+        return state.advance(tokens, len(tokens)) and state.allows(max(vocabulary.end_tokens))
+    finally:
+        state.close()
+
+
+scalars = st.sampled_from(
+    [
+        {"type": "string"}, {"type": "integer"}, {"type": "number"}, {"type": "boolean"}, {"type": "null"},
+        {"enum": ["a", 2, None, "q\"u\\"]}, {"const": {"k": [1]}}, {"type": ["string", "null"]}, {"type": "object"},
+        {"type": "string", "minLength": 2, "maxLength": 3}, {"type": "string", "format": "date-time"}, {},
+    ]
+)  # fmt: skip
+names = st.sampled_from(["a", "b c", 'quote"d', "ünï", "d"])
+
+
+def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def build(properties: dict[str, Any], dice: random.Random) -> dict[str, Any]:
+        required = [name for name in properties if dice.random() < 0.5]
+        return {"type": "object", "properties": properties, "required": required}
+
+    return st.builds(build, st.dictionaries(names, inner, min_size=1, max_size=4), st.randoms())
+
+
+schemas = st.recursive(
+    scalars,
+    lambda inner: (
+        objects(inner)
+        | st.builds(lambda items: {"type": "array", "items": items, "minItems": 1, "maxItems": 3}, inner)
+        | st.builds(lambda items: {"type": "array", "items": items}, inner)
+        | st.builds(lambda items: {"type": "object", "additionalProperties": items}, inner)
+        | st.builds(lambda one, two: {"anyOf": [one, two]}, inner, inner)
+    ),
+    max_leaves=5,
+)
+
+
+def example(schema: dict[str, Any], dice: random.Random) -> Any:
+    """A value of the schema, properties in its order."""
+    if "anyOf" in schema:
+        return example(dice.choice(schema["anyOf"]), dice)
+    if "enum" in schema:
+        return dice.choice(schema["enum"])
+    if "const" in schema:
+        return schema["const"]
+    kind = schema.get("type", "array")
+    kind = dice.choice(kind) if isinstance(kind, list) else kind
+    if kind == "object" and "properties" in schema:
+        chosen = {
+            n: s for n, s in schema["properties"].items() if n in schema["required"] or dice.random() < 0.5
+        }
+        return {name: example(inner, dice) for name, inner in chosen.items()}
+    if kind == "object":
+        inner = schema.get("additionalProperties", {})
+        return {name: example(inner, dice) for name in dice.sample(["x", "y", "z"], dice.randrange(3))}
+    if kind == "array":
+        count = dice.randrange(schema.get("minItems", 0), 4) if schema else 0
+        return [example(schema.get("items", {}), dice) for _ in range(count)]
+    if "format" in schema:
+        return "2024-02-28T23:59:59.5Z"
+    if "minLength" in schema:
+        return dice.choice(["ab", "a\nb"])
+    return {
+        "string": 'text "x" ü', "integer": -12, "number": 1.5e-7, "boolean": True, "null": None,
+    }[kind]  # fmt: skip
+
+
+def broken(text: str, dice: random.Random) -> str:
+    """The text with one character changed, left out or doubled."""
+    at = dice.randrange(len(text))
+    return text[:at] + dice.choice(["", text[at] * 2, dice.choice('{}[]",:0a ')]) + text[at + 1 :]
+
+
+@settings(max_examples=60)
+@given(schemas, st.randoms(use_true_random=False), st.sampled_from([(",", ":"), (", ", ": ")]))
+def test_a_grammar_is_its_schema(
+    vocabulary: Vocabulary, schema: dict[str, Any], dice: random.Random, separators: tuple[str, str]
+) -> None:
+    """Values of the schema match; and what matches, mutants included, is valid."""
+    grammar = json_schema(schema)
+    value = example(schema, dice)
+    jsonschema.validate(value, schema)
+    text = json.dumps(value, ensure_ascii=False, separators=separators)
+    if "const" not in str(schema) and "enum" not in str(schema):
+        assert matches(vocabulary, grammar, text), (schema, text)
+    for _ in range(4):
+        mutant = broken(text, dice)
+        if matches(vocabulary, grammar, mutant):
+            jsonschema.validate(json.loads(mutant), schema)
+
+
+def test_references_and_tuples(vocabulary: Vocabulary) -> None:
+    tree = {
+        "$defs": {"node": {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}},
+                           "required": ["v"]}},
+        "type": "array", "prefixItems": [{"$ref": "#/$defs/node"}, {"type": "boolean"}], "items": False,
+        "minItems": 2, "maxItems": 2,
+    }  # fmt: skip
+    grammar = json_schema(tree)
+    assert matches(vocabulary, grammar, '[{"v":1,"next":{"v":2,"next":{"v":3}}},true]')
+    assert not matches(vocabulary, grammar, '[{"v":1,"next":{"next":{"v":3}}},true]')
+    assert not matches(vocabulary, grammar, '[{"v":1}]')
+    assert matches(vocabulary, json_object(), '{"a": [1, {"b": null}]}')
+    assert not matches(vocabulary, json_object(), "[1]")
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "string", "pattern": "a+"}, "'pattern' at / is not supported"),
+        ({"type": "integer", "minimum": 1}, "'minimum'"),
+        ({"properties": {"a": {"not": {}}}}, "'not' at /properties/a"),
+        ({"type": "text"}, "type at / is 'text'"),
+        ({"type": "array", "minItems": 10**9}, "minItems at / is 1000000000"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "maxLength at / is 2, below"),
+        ({"type": "string", "format": "email"}, "format at / is 'email'"),
+        ({"$ref": "#/nowhere"}, "there is no '#/nowhere'"),
+        ({"$ref": "http://example.com"}, "only references into the schema"),
+        ({"$ref": "#"}, "refers to itself"),
+        ({"properties": {"a": {}}, "required": ["b"]}, "names 'b'"),
+        ({"properties": [1]}, "must be an object"),
+        ({"enum": []}, "must list 1 to"),
+        ({"const": float("nan")}, "is no JSON"),
+        ({"allOf": [{}, {}]}, "only one is supported"),
+        (7, "is 7: it must be an object"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_held_is_refused_by_name(schema: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words.replace("$", r"\$")):
+        json_schema(schema)
+
+
+def test_schemas_are_bounded() -> None:
+    deep: Any = {}
+    for _ in range(50):
+        deep = {"type": "array", "items": deep}
+    with pytest.raises(UsageError, match="deeper than"):
+        json_schema(deep)
+    with pytest.raises(UsageError, match="too large"):
+        json_schema({"properties": {f"p{n}": {"type": "string"} for n in range(2000)}})
+
+
+def test_tool_calls(vocabulary: Vocabulary) -> None:
+    tools = [
+        ("look", {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}),
+        ("stop", None),
+    ]
+    free = tool_calls(tools, "<tool_call>", "</tool_call>", required=False, several=True)
+    bound = tool_calls(tools, "<tool_call>", "</tool_call>", required=True, several=False)
+    one = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+    for grammar in (free, bound):
+        assert matches(vocabulary, grammar, one)
+        assert not matches(vocabulary, grammar, one.replace("look", "leap"))
+        assert not matches(vocabulary, grammar, one.replace('"x"', "1"))
+    assert matches(vocabulary, free, one + one)
+    assert not matches(vocabulary, bound, one + one)
+    assert matches(vocabulary, free, "Just text.\n")
+    assert not matches(vocabulary, bound, "Just text.")
