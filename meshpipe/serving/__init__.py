@@ -1,0 +1,1 @@
+"""Ways to use a pipeline from outside trio: the OpenAI-compatible server."""

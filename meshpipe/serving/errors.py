@@ -1,0 +1,84 @@
+"""Errors as OpenAI's clients expect them: a status, and {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from meshpipe.errors import MeshpipeError, StageLostError, UsageError
+
+
+class ApiError(Exception):
+    """What a request is answered with when it fails; `param` names the field that is wrong."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the answer."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def of_failure(error: Exception, lost: str | None) -> ApiError:
+    """A generation's failure; `lost` says that, and why, the pipeline is gone."""
+    if isinstance(error, ApiError):
+        return error
+    if lost is not None or isinstance(error, StageLostError):
+        return ApiError(503, f"the pipeline is not available: {lost or error}", code="stage_lost")
+    if isinstance(error, UsageError):
+        return ApiError(400, str(error), code="invalid_value")
+    if isinstance(error, MeshpipeError):
+        return ApiError(500, str(error), code="engine_error")
+    return ApiError(500, "internal error; the server's log says more", code="internal_error")
+
+
+def of_validation(error: ValidationError, sent: Any) -> ApiError:
+    """The first thing that is wrong with a request, by the name of its field. `sent` is the parsed body."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    kind = first["type"]
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first['msg']}", code="invalid_json")
+    param = _path(first["loc"], sent, kind)
+    if kind == "extra_forbidden":
+        return ApiError(400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
+    if kind == "missing":
+        return ApiError(
+            400, f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+        )
+    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    return ApiError(
+        400, f"Invalid value for '{param or 'body'}': {first['msg']}.", param=param or None, code=code
+    )
+
+
+def _path(location: tuple[int | str, ...], sent: Any, kind: str) -> str:
+    """`messages[0].content`: pydantic's location without the names of the union's branches."""
+    path = ""
+    for number, part in enumerate(location):
+        last = number == len(location) - 1
+        if isinstance(part, int):
+            inside = isinstance(sent, list) and part < len(sent)
+            sent = sent[part] if inside else None
+            path += f"[{part}]" if inside else ""
+        elif isinstance(sent, Mapping) and (part in sent or (last and kind == "missing")):
+            sent = sent.get(part)
+            path += f".{part}" if path else part
+    return path
