@@ -95,6 +95,7 @@ async def simulated(
     context: int = 4096,
     cost: tuple[tuple[int, float], ...] = COST,
     jitter: float = 0.0,
+    vocabulary: FakeVocabulary | None = None,
 ) -> AsyncIterator[Simulated]:
     """Opens a pipeline whose last stage says what `target` says."""
     runners = [
@@ -114,7 +115,7 @@ async def simulated(
             first,
             sink,
             [runner.descriptor for runner in runners],
-            FakeVocabulary(),  # type: ignore[arg-type]
+            vocabulary or FakeVocabulary(),  # type: ignore[arg-type]
             link=(delay or 0.0) * stages,
             tracer=Tracer(recorder, stages),
         )

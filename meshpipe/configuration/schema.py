@@ -195,6 +195,19 @@ class Configuration:
         "stage", Text("LIST", "delay=0.1,jitter=0.01"), "suffered by what is sent back up the link"
     )
 
+    host: str = _setting("server", Text("HOST"), "where the OpenAI-compatible server listens", "127.0.0.1")
+    port: int = _setting("server", Integer(0, 65535), "its port; 0: any free one", 8000)
+    served_name: str | None = _setting(
+        "server", Text("NAME"), "the model's name for clients", unset="the file's name"
+    )
+    queue: int = _setting("server", Integer(0, 100_000), "requests that may wait for a lane", 64)
+    api_key_file: str | None = _setting(
+        "server",
+        Text("FILE"),
+        "keys of which clients have to send one, one a line",
+        unset="no key is asked for",
+    )
+
     # ---------------------------------------------------------------- what the settings make
 
     def stage_engine(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 
 from attrs import asdict, define, field, frozen
@@ -31,7 +32,8 @@ class Report:
     `ttft`: to the first token; `itl`: percentiles 50, 90 and 99 of the time between commits, spread over the
     tokens of a commit; `tpot`: seconds a token after the first; `occupancy`: mean number of windows in flight
     while decoding; `overlapped`: share of the decode time with two or more in flight; `depth` and `width`: mean
-    and maximum of the windows dispatched; `survival`: acceptance by distance from the frontier. `reroutes`: times
+    and maximum of the windows dispatched; `survival`: acceptance by distance from the frontier; `steps`: the
+    windows that retired after the first commit, as (width, tokens committed, how many such). `reroutes`: times
     that windows went out again because replies were lost; `resumes`: times that the tokens were run again because
     caches were (a stage was lost, or a lane taken). `exact` False: bits may differ from the unsplit model's.
     """
@@ -59,6 +61,7 @@ class Report:
     depth: tuple[float, int]
     width: tuple[float, int]
     exact: bool
+    steps: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def acceptance(self) -> float | None:
@@ -79,6 +82,7 @@ class Stopwatch:
     commits: list[tuple[float, int]] = field(factory=list)  # (time, tokens)
     widths: list[int] = field(factory=list)
     depths: list[int] = field(factory=list)
+    _steps: Counter[tuple[int, int]] = field(factory=Counter)
     _in_flight: int = 0
     _since: float = 0.0
     _area: float = 0.0
@@ -97,9 +101,11 @@ class Stopwatch:
             self._overlapped += (now - self._since) if self._in_flight >= 2 else 0.0
         self._in_flight, self._since = in_flight, now
 
-    def committed(self, now: float, tokens: int) -> None:
-        """Tokens became output."""
-        if not self.commits:
+    def committed(self, now: float, tokens: int, width: int) -> None:
+        """A window of this width retired, and gave tokens."""
+        if self.commits:
+            self._steps[width, tokens] += 1
+        else:
             self._since = now
         self.commits.append((now, tokens))
 
@@ -142,6 +148,7 @@ class Stopwatch:
             depth=_mean_and_max(self.depths),
             width=_mean_and_max(self.widths),
             exact=exact,
+            steps=tuple((width, tokens, count) for (width, tokens), count in sorted(self._steps.items())),
         )
 
     def _itl(self) -> tuple[float, float, float] | None:

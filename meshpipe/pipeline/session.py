@@ -400,7 +400,7 @@ class Session(Actor[SessionMessage]):
             text += self._stops.feed(self._request.text.feed((token,)))
             if self._stops.stopped:  # what was committed behind the stop string is no output
                 break
-        self._watch.committed(now, len(tokens))
+        self._watch.committed(now, len(tokens), commit.width)
         self._watch.flying(now, self._ledger.in_flight)
         picked = range(commit.start, commit.start + len(tokens))
         logprobs = tuple(self._logprobs.pop(at) for at in picked if at in self._logprobs)

@@ -51,8 +51,12 @@ def of_failure(error: Exception, lost: str | None) -> ApiError:
 
 
 def of_validation(error: ValidationError, sent: Any) -> ApiError:
-    """The first thing that is wrong with a request, by the name of its field. `sent` is the parsed body."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    """One thing that is wrong with a request, by the name of its field. `sent` is the parsed body."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    # Of a union every branch complains: the one that fits best got furthest, or found its type right.
+    first = max(
+        found, key=lambda one: (len(_path(one["loc"], sent, one["type"])), not _is_of_type(one["type"]))
+    )
     kind = first["type"]
     if kind == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['msg']}", code="invalid_json")
@@ -63,10 +67,14 @@ def of_validation(error: ValidationError, sent: Any) -> ApiError:
         return ApiError(
             400, f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
         )
-    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    code = "invalid_type" if _is_of_type(kind) else "invalid_value"
     return ApiError(
         400, f"Invalid value for '{param or 'body'}': {first['msg']}.", param=param or None, code=code
     )
+
+
+def _is_of_type(kind: str) -> bool:
+    return kind.endswith("_type")
 
 
 def _path(location: tuple[int | str, ...], sent: Any, kind: str) -> str:

@@ -65,12 +65,16 @@ class Sampled(Model):
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = Field(
         None, description="The same seed gives the same answer; left out, each answer has a random one."
     )
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="1 if left out; 0 is greedy.")
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
+        None, description="1 if left out; 0 is greedy."
+    )
     top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="0.95 if left out.")
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
         None, description="Not OpenAI's. 40 if left out; 0 and -1: all."
     )
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="Not OpenAI's. 0.05 if left out.")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Not OpenAI's. 0.05 if left out."
+    )
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(None, description="Not OpenAI's.")
@@ -93,7 +97,9 @@ class CompletionRequest(Sampled):
         Text
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[
+            list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)
+        ]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None
@@ -274,7 +280,7 @@ class Acceptance(TypedDict):
     """As vLLM says it (`--per-request-spec-decode-metrics summary`) and AIPerf reads it."""
 
     mean_acceptance_length: float
-    draft_acceptance_rate: float | None
+    draft_acceptance_rate: float
     acceptance_histogram: list[int]
     num_spec_steps: int
     num_accepted_draft_tokens: int
