@@ -96,8 +96,9 @@ async def simulated(
     cost: tuple[tuple[int, float], ...] = COST,
     jitter: float = 0.0,
     vocabulary: FakeVocabulary | None = None,
+    **options: Any,
 ) -> AsyncIterator[Simulated]:
-    """Opens a pipeline whose last stage says what `target` says."""
+    """Opens a pipeline whose last stage says what `target` says; `options` are the coordinator's."""
     runners = [
         SimulatedRunner(
             StageDescriptor("sim", (i, i + 1), stages, 8, VOCABULARY, lanes, context, cost),
@@ -117,6 +118,7 @@ async def simulated(
             [runner.descriptor for runner in runners],
             vocabulary or FakeVocabulary(),  # type: ignore[arg-type]
             link=(delay or 0.0) * stages,
+            **options,
             tracer=Tracer(recorder, stages),
         )
         yield Simulated(coordinator, actors)

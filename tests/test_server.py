@@ -248,7 +248,8 @@ async def all_ended(both: Both) -> None:
 
 
 async def test_a_lost_stage_is_an_error_event_and_then_503() -> None:
-    async with served_simulated(novel, cost=((1, 0.005), (63, 0.01))) as both:  # noqa: SIM117
+    deadlines = {"resume_deadline": 0.1, "queue_deadline": 0.1}
+    async with served_simulated(novel, cost=((1, 0.005), (63, 0.01)), **deadlines) as both:  # noqa: SIM117
         async with both.served.client() as client:
             ask = ASK | {"max_tokens": 4000, "stream": True}
             async with client.stream("POST", "/v1/completions", json=ask) as answer:
@@ -256,7 +257,7 @@ async def test_a_lost_stage_is_an_error_event_and_then_503() -> None:
                 text = ""
                 async for part in answer.aiter_text():
                     if not text:
-                        both.sim.coordinator.fail_all(1, "its machine burns")
+                        both.sim.coordinator.way.broke("its machine burns")
                     text += part
             last = events(text)[-1]
             assert last["error"]["code"] == "stage_lost"

@@ -11,9 +11,10 @@ from pathlib import Path
 import trio
 
 from meshpipe.cli.arguments import Commands, add_settings, command, configured
-from meshpipe.cli.pipelines import Opener, pipeline_of
+from meshpipe.cli.pipelines import pipeline_of
 from meshpipe.configuration import Configured
 from meshpipe.errors import UsageError
+from meshpipe.portal import Opener
 
 
 def add_commands(commands: Commands) -> None:

@@ -175,11 +175,6 @@ class Coordinator:
         self._live: set[int] = set()
 
     @property
-    def lost(self) -> str | None:
-        """Why this pipeline can take no request any more; None while it can."""
-        return self._lost
-
-    @property
     def active(self) -> int:
         """Requests that have not ended, those that wait for a lane included."""
         return len(self._live)

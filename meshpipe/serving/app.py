@@ -28,6 +28,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meshpipe.actors.scope import owned_nursery
+from meshpipe.errors import StageLostError
 from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.serving.answers import Answer, ChatAnswer, Choice, CompletionAnswer, Failed, running
 from meshpipe.serving.errors import ApiError, of_failure, of_validation
@@ -73,8 +74,6 @@ class Service:
     @contextmanager
     def admitted(self, count: int) -> Iterator[None]:
         """Room for so many generations, while the block lasts. Raises ApiError if there is none."""
-        if self.pipeline.lost is not None:
-            raise of_failure(Exception(), self.pipeline.lost)
         most = self.pipeline.lanes.count + self.queue
         if self.generations + count > most:
             wait = (
@@ -165,8 +164,8 @@ def application(service: Service) -> ASGIApp:
         return JSONResponse({"status": "ok"})
 
     async def ready(request: Request) -> Response:
-        if service.pipeline.lost is not None:
-            raise of_failure(Exception(), service.pipeline.lost)
+        if not service.pipeline.way.up:
+            raise of_failure(StageLostError(service.pipeline.way.reason))
         return JSONResponse({"status": "ready"})
 
     async def metrics(request: Request) -> Response:
@@ -253,7 +252,7 @@ class Endpoint:
                 raise
             except Exception as error:
                 log.exception("internal error")
-                raise of_failure(error, None) from error
+                raise of_failure(error) from error
         except ApiError as error:
             if not status.sent:
                 await JSONResponse(error.body(), error.status, error.headers)(scope, receive, status.send)
@@ -334,7 +333,7 @@ class Endpoint:
         await _end_events(send)
 
     def _failure(self, error: Exception) -> ApiError:
-        failure = of_failure(error, self._service.pipeline.lost)
+        failure = of_failure(error)
         if failure.status >= 500:
             log.error("a generation failed: %s", error, exc_info=failure.code == "internal_error")
         return failure

@@ -37,12 +37,12 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def of_failure(error: Exception, lost: str | None) -> ApiError:
-    """A generation's failure; `lost` says that, and why, the pipeline is gone."""
+def of_failure(error: Exception) -> ApiError:
+    """A generation's failure."""
     if isinstance(error, ApiError):
         return error
-    if lost is not None or isinstance(error, StageLostError):
-        return ApiError(503, f"the pipeline is not available: {lost or error}", code="stage_lost")
+    if isinstance(error, StageLostError):
+        return ApiError(503, f"the pipeline is not available: {error}", code="stage_lost")
     if isinstance(error, UsageError):
         return ApiError(400, str(error), code="invalid_value")
     if isinstance(error, MeshpipeError):
