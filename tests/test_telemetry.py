@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
+import threading
 from collections import Counter
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import prometheus_client
 import pytest
 import trio
 from browser import CHROMIUM, browser
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.parser import text_string_to_metric_families
 from simulated import mixed, novel, periodic, simulated
 
 from meshpipe import Speculation
@@ -19,9 +29,11 @@ from meshpipe.cli import main
 from meshpipe.errors import ProtocolError, UsageError
 from meshpipe.telemetry.clocks import Offset, chain, estimate
 from meshpipe.telemetry.html import render, write_html
+from meshpipe.telemetry.otel import OtelMetrics, export
 from meshpipe.telemetry.overlap import analyse
 from meshpipe.telemetry.perfetto import read_trace, write_trace
 from meshpipe.telemetry.plot import write_plot
+from meshpipe.telemetry.prometheus import Histograms
 from meshpipe.telemetry.spans import Kind, Recorder, Span, pack_spans, unpack_spans
 from meshpipe.telemetry.trace import Outcome, Trace, Track, flights
 
@@ -409,8 +421,8 @@ async def test_the_report_needs_nothing_else(autojump_clock: object) -> None:
 
 
 @pytest.mark.slow
-async def test_a_picture(autojump_clock: object, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+async def test_a_picture(autojump_clock: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)  # matplotlib's list of fonts takes long to make
     trace = await storm()
     write_plot(trace, tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
@@ -435,3 +447,111 @@ async def test_the_command_tells_what_limits(
     (tmp_path / "none.json").write_text("{}")
     assert main(["trace", str(tmp_path / "none.json")]) == 2
     assert "make one with --trace" in capsys.readouterr().err
+
+
+# ---- metrics and spans for others ----------------------------------------------------------------------
+
+
+async def test_prometheus_reads_the_histograms(autojump_clock: object) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    async with simulated(periodic(), 2, delay=0.1, cost=LINEAR) as sim:
+        sim.coordinator.observers.append(Histograms(registry))
+        for _ in range(2):
+            done = await sim.coordinator.complete(PROMPT, max_tokens=11, speculation=Speculation(mode="off"))
+    text = prometheus_client.generate_latest(registry).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    samples = {
+        (sample.name, sample.labels.get("stage", ""), sample.labels.get("le", "")): sample.value
+        for family in families.values()
+        for sample in family.samples
+    }
+    assert sum(family.type == "histogram" for family in families.values()) == 8
+    assert samples["meshpipe_time_to_first_token_seconds_count", "", ""] == 2
+    assert samples["meshpipe_window_seconds_count", "", ""] == 2 * done.report.windows
+    assert samples["meshpipe_stage_compute_seconds_count", "1", ""] == 2 * done.report.windows
+    assert samples["meshpipe_stage_compute_seconds_bucket", "0", "0.01"] == 21  # all but the first prompt's
+    assert samples["meshpipe_window_network_seconds_sum", "", ""] == pytest.approx(2 * 11 * 0.2)
+    assert samples["meshpipe_time_per_output_token_seconds_bucket", "", "0.25"] == 2
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    registry = prometheus_client.CollectorRegistry()
+    Histograms(registry)
+    known = {f"{family.name}_{part}" for family in registry.collect() for part in ("bucket", "sum", "count")}
+    dashboard = json.loads((Path(__file__).parent.parent / "examples" / "grafana.json").read_text())
+    asked = re.findall(
+        r"meshpipe_\w+", json.dumps([panel.get("targets", []) for panel in dashboard["panels"]])
+    )
+    ours = {name for name in asked if name.endswith(("_bucket", "_sum", "_count"))}
+    assert ours
+    assert ours <= known
+
+
+async def test_opentelemetry_spans_and_metrics(autojump_clock: object) -> None:
+    reader = InMemoryMetricReader()
+    exporter = InMemorySpanExporter()
+    async with simulated(periodic(), 2, delay=0.1, cost=LINEAR) as sim:
+        sim.coordinator.observers.append(OtelMetrics(MeterProvider([reader]).get_meter("meshpipe")))
+        async with sim.coordinator.tracing() as trace:
+            await sim.coordinator.complete(PROMPT, max_tokens=11, speculation=Speculation(mode="off"))
+    export(trace, exporter)
+    made = exporter.get_finished_spans()
+    names = Counter(span.name for span in made)
+    assert names == {
+        "meshpipe.request": 1, "meshpipe.session": 1, "meshpipe.window": 11, "meshpipe.wire": 33,
+        "meshpipe.queue": 22, "meshpipe.compute": 22,
+    }  # fmt: skip
+    by_id = {span.context.span_id: span for span in made}
+    for span in made:
+        if span.name == "meshpipe.compute":
+            window = by_id[span.parent.span_id]
+            assert window.name == "meshpipe.window"
+            assert window.start_time <= span.start_time <= span.end_time <= window.end_time
+            assert span.attributes["meshpipe.stage"] in (0, 1)
+    decodes = [s.end_time - s.start_time for s in made if s.name == "meshpipe.compute"]
+    assert sorted(decodes)[:20] == pytest.approx([TICK * 1e9] * 20, abs=1e3)
+    data = reader.get_metrics_data()
+    metrics = {metric.name: metric for metric in data.resource_metrics[0].scope_metrics[0].metrics}
+    assert metrics["meshpipe.tokens"].data.data_points[0].value == 11
+    assert metrics["meshpipe.request.ttft"].data.data_points[0].count == 1
+    assert {
+        point.attributes["meshpipe.stage"] for point in metrics["meshpipe.stage.compute"].data.data_points
+    } == {0, 1}
+
+
+@pytest.mark.slow
+async def test_spans_reach_a_collector(autojump_clock: object, tmp_path: Path) -> None:
+    """Over HTTP, as the protocol's own parser reads them; a collector that refuses is an error in one line."""
+    write_trace(await golden(), tmp_path / "run.json")
+    received: list[ExportTraceServiceRequest] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers.get("Content-Encoding") == "gzip":
+                body = gzip.decompress(body)
+            received.append(ExportTraceServiceRequest.FromString(body))
+            self.send_response(200 if self.path == "/v1/traces" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_address[1]}/v1/traces"
+            assert main(["trace", str(tmp_path / "run.json"), "--otlp", url]) == 0
+            spans = [
+                span.name
+                for request in received
+                for resource in request.resource_spans
+                for scope in resource.scope_spans
+                for span in scope.spans
+            ]
+            assert Counter(spans)["meshpipe.compute"] == 62
+            assert main(["trace", str(tmp_path / "run.json"), "--otlp", url + "/no"]) == 2
+        finally:
+            server.shutdown()
+            serving.join()

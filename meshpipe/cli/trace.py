@@ -33,6 +33,11 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("file", metavar="FILE", help="the trace; ui.perfetto.dev opens it too")
     parser.add_argument("--html", metavar="FILE", help="write a report with a timeline to zoom and hover")
     parser.add_argument("--png", metavar="FILE", help="draw the timeline (or .svg, .pdf); needs matplotlib")
+    parser.add_argument(
+        "--otlp",
+        metavar="URL",
+        help="send OpenTelemetry spans to a collector: http://127.0.0.1:4318/v1/traces",
+    )
     parser.add_argument("--json", action="store_true", help="print the analysis as one JSON object")
     parser.set_defaults(run=run)
 
@@ -77,4 +82,10 @@ def run(options: argparse.Namespace) -> int:
         write_html(trace, options.html)
     if options.png:
         write_plot(trace, options.png)
+    if options.otlp:
+        try:
+            from meshpipe.telemetry.otel import export_otlp
+        except ImportError:
+            raise UsageError("--otlp needs OpenTelemetry: pip install 'meshpipe[telemetry]'") from None
+        export_otlp(trace, options.otlp)
     return 0

@@ -7,6 +7,7 @@ in pieces up the control way, so that neither a window nor a Discard waits for i
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 import trio
@@ -44,7 +45,7 @@ class Tracer:
     async def stop(self, trace: Trace) -> None:
         """Ends the recording, and fills in the trace."""
         full = self.recorder.full
-        trace.join([Track(self.recorder.stop(), full, Offset())], missing=())
+        trace.join([Track(self.recorder.stop(), full, Offset())], (), _unix())
 
 
 class RemoteTracer(Tracer):
@@ -89,7 +90,7 @@ class RemoteTracer(Tracer):
             tracks.append(Track(spans, pieces[-1].full, clocks[stage]))
             if clocks[stage] is None:
                 missing.append(stage)
-        trace.join(tracks, missing)
+        trace.join(tracks, missing, _unix())
 
     async def _ask(self, on: bool) -> list[int]:
         """Tells all stages, and waits for what they answer; returns those that did not."""
@@ -118,6 +119,11 @@ class RemoteTracer(Tracer):
         elif len(spans.data) <= PIECE * SPAN_BYTES:
             pieces.append(spans)
         self._news.set()
+
+
+def _unix() -> float:
+    """The Unix time at which trio's clock was 0."""
+    return time.time() - trio.current_time()
 
 
 async def send_spans(

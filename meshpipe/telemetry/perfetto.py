@@ -34,6 +34,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
         "give_or_take": trace.give_or_take,
         "missing": list(trace.missing),
         "full": trace.full,
+        "unix": trace.unix,
     }
     document = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": list(events(trace))}
     try:
@@ -62,6 +63,7 @@ def read_trace(path: str | Path) -> Trace:
             give_or_take=float(about["give_or_take"]),
             missing=tuple(map(int, about["missing"])),
             full=bool(about["full"]),
+            unix=float(about["unix"]),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UsageError(

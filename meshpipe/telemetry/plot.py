@@ -35,6 +35,7 @@ def write_plot(trace: Trace, path: str | Path, within: tuple[float, float] | Non
     figure = Figure(figsize=(11, 1.6 + 0.9 * bottom))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
     wires: dict[str, list[list[tuple[float, float]]]] = {}
     for flight in followed:
         colour = COLOURS[flight.outcome.value]
@@ -42,11 +43,12 @@ def write_plot(trace: Trace, path: str | Path, within: tuple[float, float] | Non
         for stage, stay in sorted(flight.stays.items()):
             wires.setdefault(colour, []).append([at, (stay.came, stage + 0.7)])
             if stay.end != "dropped":
-                bar = [(stay.began, stay.ended - stay.began)]
-                axes.broken_barh(bar, (stage + 0.7, 0.6), facecolor=colour, edgecolor="white", linewidth=0.4)
+                bars.setdefault((stage, colour), []).append((stay.began, stay.ended - stay.began))
             at = (stay.ended, stage + 1.3)
         if flight.replied is not None:
             wires.setdefault(colour, []).append([at, (flight.replied, bottom - 0.2)])
+    for (stage, colour), spans in bars.items():
+        axes.broken_barh(spans, (stage + 0.7, 0.6), facecolor=colour, edgecolor="white", linewidth=0.4)
     for colour, lines in wires.items():
         axes.add_collection(LineCollection(lines, colors=colour, linewidths=0.7, alpha=0.6))
     axes.set_xlim(within or (followed[0].sent, max(f.ended or f.sent for f in followed)))

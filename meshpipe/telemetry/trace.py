@@ -35,7 +35,7 @@ class Trace:
     """The spans of one run, ascending in `began`; seconds from the first one.
 
     `give_or_take`: by how many seconds the times of a process may be off at most. `missing`: stages of which
-    nothing came. `full`: the oldest spans are gone.
+    nothing came. `full`: the oldest spans are gone. `unix`: the Unix time of second 0.
     """
 
     stages: int
@@ -44,9 +44,10 @@ class Trace:
     give_or_take: float = 0.0
     missing: tuple[int, ...] = ()
     full: bool = False
+    unix: float = 0.0
 
-    def join(self, tracks: Iterable[Track], missing: Iterable[int]) -> None:
-        """Fills the trace with what was recorded in each process."""
+    def join(self, tracks: Iterable[Track], missing: Iterable[int], unix: float = 0.0) -> None:
+        """Fills the trace with what was recorded in each process; `unix` is the Unix time at the clock's 0."""
         joined: list[Span] = []
         for track in tracks:
             self.full |= track.full
@@ -60,6 +61,7 @@ class Trace:
         zero = min((span.began for span in joined), default=0.0)
         self.spans = [span._replace(began=span.began - zero, ended=span.ended - zero) for span in joined]
         self.missing = tuple(sorted(set(missing)))
+        self.unix = unix + zero
 
     def of(self, *kinds: Kind) -> list[Span]:
         """The spans of some kinds."""
