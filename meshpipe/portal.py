@@ -11,6 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractAsyncContextManager, suppress
+from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
@@ -52,7 +53,8 @@ class Portal:
         if self._started:
             raise UsageError("this pipeline was opened before: make another one")
         self._started = True
-        threading.Thread(target=self._run, name="meshpipe", daemon=True).start()
+        context = copy_context()  # whoever watches progress here, watches it there
+        threading.Thread(target=context.run, args=(self._run,), name="meshpipe", daemon=True).start()
 
     def close(self) -> None:
         """Ends every request, closes the pipeline and ends the thread; `closed` says when."""

@@ -133,7 +133,7 @@ async def enter_and_read(generation: aio.Generation) -> None:
 
 @with_asyncio
 async def test_a_read_that_is_cancelled_loses_no_piece() -> None:
-    async with aio.Pipeline(pipe()) as pipeline, pipeline.generate(PROMPT, max_tokens=200) as generation:
+    async with aio.Pipeline(pipe()) as pipeline, pipeline.generate(PROMPT, max_tokens=100) as generation:
         tokens: list[int] = []
         while True:
             read = asyncio.ensure_future(generation.__anext__())
@@ -146,7 +146,7 @@ async def test_a_read_that_is_cancelled_loses_no_piece() -> None:
                 tokens += read.result().tokens
             except StopAsyncIteration:
                 break
-        assert tokens == serial(mixed, PROMPT, 200)
+        assert tokens == serial(mixed, PROMPT, 100)
 
 
 @with_asyncio
@@ -197,11 +197,11 @@ async def test_the_event_loop_never_waits_for_the_pipeline() -> None:
 
 @with_asyncio
 async def test_who_does_not_read_delays_nobody() -> None:
-    async with aio.Pipeline(pipe(lanes=2)) as pipeline, pipeline.generate(PROMPT, max_tokens=2000) as unread:
+    async with aio.Pipeline(pipe(lanes=2)) as pipeline, pipeline.generate(PROMPT, max_tokens=600) as unread:
         await pipeline.complete(PROMPT, max_tokens=50)
         await pipeline.run(idle)  # it has run to its end, unread
         assert len([token async for piece in unread for token in piece.tokens]) == len(
-            serial(mixed, PROMPT, 2000)
+            serial(mixed, PROMPT, 600)
         )
 
 

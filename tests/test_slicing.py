@@ -405,11 +405,11 @@ def test_one_writes_and_the_others_wait(model: Path, tmp_path: Path, monkeypatch
     writing, go_on, writes = threading.Event(), threading.Event(), []
     original = slicing._Plan.write
 
-    def slow(self: slicing._Plan, file: int) -> None:
+    def slow(self: slicing._Plan, file: int, what: str) -> None:
         writes.append(file)
         writing.set()
         assert go_on.wait(30)
-        original(self, file)
+        original(self, file, what)
 
     monkeypatch.setattr(slicing._Plan, "write", slow)
     results: list[Path] = []

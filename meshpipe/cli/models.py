@@ -9,6 +9,7 @@ import time
 from attrs import asdict
 
 from meshpipe.cli.arguments import Commands, command
+from meshpipe.cli.progress import bars
 from meshpipe.llama.certify import certify
 from meshpipe.llama.inspection import inspect_model, plan_split
 from meshpipe.llama.slicing import slice_model
@@ -63,7 +64,8 @@ def _inspect(options: argparse.Namespace) -> int:
 def _slice(options: argparse.Namespace) -> int:
     start, stop = parse_layers(options.layers)
     began = time.perf_counter()
-    path = slice_model(options.model, start, stop, mtp=options.mtp)
+    with bars():
+        path = slice_model(options.model, start, stop, mtp=options.mtp)
     if options.json:
         stat = path.stat()
         print(

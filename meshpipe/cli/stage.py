@@ -7,12 +7,13 @@ import json
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import trio
 
 from meshpipe.cli.arguments import Commands, add_settings, command, configured
+from meshpipe.cli.progress import bars
 from meshpipe.configuration import Configuration
 from meshpipe.errors import UsageError
 from meshpipe.llama.engine import StageEngine
@@ -55,8 +56,10 @@ def run(options: argparse.Namespace) -> int:
         heartbeat=found.links_heartbeat(),
         connect_deadline=found.connect_deadline,
     )
-    path = slice_model(found.model, start, stop)
-    with StageEngine(path, probe=True, **found.stage_engine()) as engine:
+    with nullcontext() if options.json else bars():
+        path = slice_model(found.model, start, stop)
+        engine = StageEngine(path, probe=True, **found.stage_engine())
+    with engine:
         trio.run(partial(_serve, host, LlamaRunner(engine), address, found, options))
     return 0
 

@@ -19,6 +19,7 @@ from attrs import Attribute, field, frozen
 from meshpipe.errors import EngineError, ModelError, UsageError
 from meshpipe.llama import bindings
 from meshpipe.llama.machine import devices
+from meshpipe.llama.progress import report, watched
 
 CACHE_TYPES = {
     "f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "iq4_nl": 20,
@@ -111,6 +112,8 @@ class EngineOptions:
         if self.tensor_split is not None:
             shares = (*self.tensor_split, *[0.0] * llama_cpp.llama_max_devices())
             params.tensor_split = (ctypes.c_float * len(shares))(*shares)
+        if watched() and not vocab_only:
+            params.progress_callback = _told(f"loading {path.name}")
         model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if not model:
             raise ModelError(f"llama.cpp could not load {path}: the log of meshpipe.llama says why")
@@ -139,6 +142,16 @@ class EngineOptions:
                 f"repack=True crashed a trial process (exit status {trial.returncode}): this machine announces "
                 "instructions that it does not execute; leave repack off"
             )
+
+
+def _told(what: str) -> Any:
+    """llama.cpp's progress callback, which goes on whatever it is told."""
+
+    def tell(share: float, _: object) -> bool:
+        report(what, round(share * 1000), 1000)
+        return True
+
+    return llama_cpp.llama_progress_callback(tell)
 
 
 def _devices(names: tuple[str, ...] | None) -> ctypes.Array[ctypes.c_void_p] | None:

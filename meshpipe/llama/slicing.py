@@ -24,6 +24,7 @@ from meshpipe.errors import CapacityError, ModelError, SplitError
 from meshpipe.llama import architectures, gguf
 from meshpipe.llama.gguf import Header, Tensor, Value, read_header
 from meshpipe.llama.identity import digest_of
+from meshpipe.llama.progress import report
 
 FORMAT = 3
 """Counts changes to what a slice holds; part of its name in the cache."""
@@ -171,7 +172,7 @@ def _write(target: Path, plan: _Plan, what: str) -> None:
         with _locked(target) as file:
             if file is not None:
                 _check_space(cache, plan.bytes)
-                plan.write(file)
+                plan.write(file, f"writing {what}")
                 os.fsync(file)
                 os.replace(_partial(target), target)
                 _sync_directory(cache)
@@ -197,7 +198,8 @@ class _Plan:
         """Bytes on disk."""
         return len(self.header) + sum(tensor.size for tensor, _ in self.copies)
 
-    def write(self, file: int) -> None:
+    def write(self, file: int, what: str) -> None:
+        done = 0
         os.ftruncate(file, 0)
         os.ftruncate(file, self.length)
         _write_all(file, self.header, 0)
@@ -207,7 +209,10 @@ class _Plan:
                 if tensor.path not in sources:
                     sources[tensor.path] = os.open(tensor.path, os.O_RDONLY)
                     stack.callback(os.close, sources[tensor.path])
+                report(what, done, self.bytes)
                 _copy(sources[tensor.path], tensor, file, offset)
+                done += tensor.size
+        report(what, self.bytes, self.bytes)
 
 
 def _plan(header: Header, start: int, stop: int, vocabulary: bool, nextn: bool, digest: str) -> _Plan:
