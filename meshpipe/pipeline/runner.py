@@ -5,7 +5,9 @@ A runner takes the windows of one decode as jobs. The same stage actor drives ei
 
 from __future__ import annotations
 
+import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
@@ -13,8 +15,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 import outcome
 import trio
-from attrs import frozen
+from attrs import evolve, field, frozen
 
+from meshpipe.errors import EngineError
 from meshpipe.llama.engine import Aborted, Span, StageEngine
 from meshpipe.llama.sampling import Sampler
 from meshpipe.messages import Rows, Sampling, StageDescriptor, TokenLogprobs, Window
@@ -24,22 +27,38 @@ __all__ = ["Aborted", "Job", "LlamaRunner", "Picks", "Runner", "SimulatedRunner"
 
 T = TypeVar("T")
 
+log = logging.getLogger("meshpipe.runner")
+
+LEAST_DRAFT = 0.1
+"""A chain of native MTP ends before the guess that makes it less probable than that: it would not be sent."""
+_FEED_FROM = 64  # positions by which MTP may lag behind before it is fed without being asked for drafts
+
 
 @frozen
 class Job:
-    """One window to run on its lane. `tokens` are the session's tokens by position, the window's included."""
+    """One window to run on its lane. `tokens` are the session's tokens by position, the window's included.
+
+    For the last stage: `mtp` and `hidden_from` as of OpenSession; `follows` is the token after the window if the
+    window that has it is here already, so that a pick that equals it needs no drafts.
+    """
 
     lane: int
     window: Window
     tokens: Sequence[int]
+    mtp: bool = False
+    hidden_from: int | None = None
+    follows: int | None = None
 
 
 @frozen
 class Picks:
-    """What the last stage says of a window; `logprobs` as in `Reply`."""
+    """What the last stage says of a window; `logprobs`, `drafts` and `hidden` as in `Reply`, `drafting` in seconds."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    drafts: tuple[tuple[int, float], ...] = ()
+    hidden: Rows | None = field(default=None, eq=False, repr=False)
+    drafting: float = 0.0
 
 
 Result = Rows | Picks
@@ -89,6 +108,11 @@ def matching_picks(window: Window, pick: Callable[[int], int]) -> tuple[int, ...
     return tuple(picks)
 
 
+def _goes_on(job: Job, picks: Picks) -> bool:
+    """Whether the window after this one is here already, and right so far."""
+    return len(picks.tokens) == job.window.wanted and picks.tokens[-1:] == (job.follows,)
+
+
 async def _in_thread(work: Callable[[], T]) -> T:
     """What `work` returns or raises, run in one of trio's worker threads; it is not cancelled half-way.
 
@@ -126,6 +150,8 @@ class LlamaRunner:
             most_rows=engine.decodes.most,
             fingerprint=engine.fingerprint,
             instance=secrets.token_hex(8),
+            mtp=engine.mtp.heads if engine.mtp is not None else 0,
+            draft_cost=engine.draft_cost,
         )
 
     def open(self, lane: int, sampling: Sampling, prompt: int = 0) -> None:
@@ -154,6 +180,8 @@ class LlamaRunner:
         self._engine.abort()
 
     def _run(self, jobs: Sequence[Job]) -> list[Result]:
+        engine = self._engine
+        is_last, drafts = engine.slice.is_last, engine.mtp is not None
         spans = [
             Span(
                 job.lane,
@@ -161,13 +189,49 @@ class LlamaRunner:
                 tokens=job.window.tokens if job.window.rows is None else (),
                 rows=job.window.rows,
                 wanted=job.window.wanted,
+                hidden=is_last and ((job.mtp and drafts) or job.hidden_from is not None),
             )
             for job in jobs
         ]
-        outputs = self._engine.run(spans)
-        if not self._engine.slice.is_last:
+        outputs = engine.run(spans)
+        if not is_last:
             return list(outputs)
-        return [self._picks(job, logits) for job, logits in zip(jobs, outputs, strict=True)]
+        results: list[Result] = []
+        wrong: set[int] = set()  # lanes on which what follows in this job is stale
+        for job, logits, hidden in zip(jobs, outputs, engine.hidden_rows(), strict=True):
+            picks = self._picks(job, logits)
+            if job.lane not in wrong:
+                picks = self._with_drafts(job, picks, hidden)
+            if job.window.wanted and not _goes_on(job, picks):
+                wrong.add(job.lane)
+            results.append(picks)
+        return results
+
+    def _with_drafts(self, job: Job, picks: Picks, hidden: Rows | None) -> Picks:
+        """Adds what native MTP expects after the picks, and the hidden rows that the session asked for."""
+        window, mtp = job.window, self._engine.mtp
+        if hidden is not None:
+            hidden = hidden[: window.width - window.wanted + len(picks.tokens)]
+        drafts: tuple[tuple[int, float], ...] = ()
+        began = time.perf_counter()
+        if mtp is not None:
+            mtp.trim(job.lane, window.start)
+        if mtp is not None and hidden is not None and job.mtp:
+            mtp.keep(job.lane, window.start, hidden)
+            line = (*job.tokens[: window.start + len(hidden)], *picks.tokens[-1:])
+            try:
+                if window.drafts and picks.tokens and not _goes_on(job, picks):
+                    drafts = tuple(mtp.draft(job.lane, line, window.drafts, LEAST_DRAFT))
+                elif window.drafts and len(line) - mtp.length(job.lane) > _FEED_FROM:
+                    mtp.feed(job.lane, line)
+            except EngineError as error:
+                log.warning("lane %d: no drafts: %s", job.lane, error)
+        spent = time.perf_counter() - began
+        if job.hidden_from is None or hidden is None:
+            hidden = None
+        else:
+            hidden = hidden[max(job.hidden_from - window.start, 0) :]
+        return evolve(picks, drafts=drafts, hidden=hidden, drafting=spent)
 
     def _picks(self, job: Job, logits: Rows) -> Picks:
         window, sampler = job.window, self._samplers[job.lane]
@@ -178,19 +242,26 @@ class LlamaRunner:
         return Picks(tokens, tuple(map(sampler.logprobs, logits, tokens)) if sampler.says_logprobs else ())
 
 
+Drafter = Callable[[Sequence[int], int], Sequence[tuple[int, float]]]
+"""Gives at most so many (token, probability) that it expects to follow the tokens."""
+
+
 class SimulatedRunner:
     """An engine without a model: takes the descriptor's cost in seconds of trio's clock, says what `target` says.
 
     `target(tokens)` gives the token that follows `tokens`, which are what the lane's cache holds, as in llama.cpp.
-    Keeps the rule that no window runs above its cache.
+    `drafter` stands for native MTP, at the descriptor's `draft_cost`. Keeps the rule that no window runs above its
+    cache.
     """
 
     def __init__(
         self,
         descriptor: StageDescriptor,
         target: Callable[[Sequence[int]], int],
+        drafter: Drafter | None = None,
     ) -> None:
         self.descriptor = descriptor
+        self._drafter = drafter
         self._cost = CostCurve(descriptor.cost)
         self._target = target
         self._caches: list[list[int]] = [[] for _ in range(descriptor.lanes)]
@@ -218,10 +289,21 @@ class SimulatedRunner:
             assert window.start <= len(cache)
             cache[window.start :] = window.tokens
             if self._is_last:
-                results.append(Picks(matching_picks(window, partial(self._pick, cache, window.start))))
+                picks = Picks(matching_picks(window, partial(self._pick, cache, window.start)))
+                results.append(await self._with_drafts(job, picks))
             else:
                 results.append(np.zeros((window.width, self.descriptor.n_embd), np.float32))
         return results
+
+    async def _with_drafts(self, job: Job, picks: Picks) -> Picks:
+        window = job.window
+        if self._drafter is None or not (window.drafts and picks.tokens) or _goes_on(job, picks):
+            return picks
+        known = window.stop - window.wanted + len(picks.tokens)
+        drafts = tuple(self._drafter((*job.tokens[:known], picks.tokens[-1]), window.drafts))
+        spent = len(drafts) * self.descriptor.draft_cost
+        await trio.sleep(spent)
+        return evolve(picks, drafts=drafts, drafting=spent)
 
     def _pick(self, cache: Sequence[int], start: int, index: int) -> int:
         return self._target(cache[: start + index + 1])

@@ -169,6 +169,7 @@ class _Session:
     route: Route
     lane: int
     tokens: list[int]
+    opening: OpenSession
     stale_below: int = 0  # windows of lower epochs are stale
     expected: tuple[int, int, int] | None = None  # last stage: (epoch, position after its last window, pick)
 
@@ -361,7 +362,7 @@ class Stage(Actor[StageMessage]):
         if problem is not None:
             await self._fail(route, message.session, problem, refused=refused)
             return
-        session = _Session(message.session, route, message.lane, held)
+        session = _Session(message.session, route, message.lane, held, message)
         self._cached[message.lane] = session.tokens
         self._sessions[route, message.session] = self._lanes[message.lane] = session
         if route.downstream is not None:
@@ -455,10 +456,18 @@ class Stage(Actor[StageMessage]):
     async def _compute(self, runnable: list[_Queued]) -> MeshpipeError | None:
         """One decode; sends its results on, or says what went wrong."""
         jobs = []
-        for queued in runnable:
+        waiting = [*runnable, *self._ready]
+        for place, queued in enumerate(runnable):
             session, window = queued.session, queued.window
             session.tokens[window.start :] = window.tokens
-            jobs.append(Job(session.lane, window, session.tokens))
+            opening = session.opening
+            follows = None
+            if self._is_last and (opening.mtp or opening.hidden_from is not None):
+                after = next((q for q in waiting[place + 1 :] if q.session is session), None)
+                follows = after.window.tokens[0] if after is not None and after.window.tokens else None
+            jobs.append(
+                Job(session.lane, window, session.tokens, opening.mtp, opening.hidden_from, follows)
+            )
         self._running = runnable
         began = trio.current_time()
         try:
@@ -505,6 +514,8 @@ class Stage(Actor[StageMessage]):
         self, runnable: list[_Queued], results: list[Result], began: float, service: float
     ) -> None:
         rows = sum(queued.window.width for queued in runnable)
+        drafting = [result.drafting if isinstance(result, Picks) else 0.0 for result in results]
+        service -= sum(drafting)
         for queued, result in zip(runnable, results, strict=True):
             session, window = queued.session, queued.window
             self.counters.windows_run += 1
@@ -517,7 +528,8 @@ class Stage(Actor[StageMessage]):
             if queued.is_stale:
                 self.counters.rows_run_in_vain += window.width
                 continue
-            timing = Timing(session.route.index, began - queued.at, service, rows)
+            # Between two windows of one decode lie the drafts of both: they delay either reply alike.
+            timing = Timing(session.route.index, began - queued.at, service, rows, sum(drafting))
             timings = (*window.timings, timing)
             if not self._is_last:
                 assert session.route.downstream is not None
@@ -536,10 +548,14 @@ class Stage(Actor[StageMessage]):
                     result.tokens,
                     timings,
                     logprobs=result.logprobs,
+                    drafts=result.drafts,
+                    hidden=result.hidden,
                 )
                 await self._send(session.route.back, reply)
             else:
-                await self._send(session.route.back, Progress(session.number, window.number))
+                assert isinstance(result, Picks)
+                progress = Progress(session.number, window.number, window.stop, result.hidden)
+                await self._send(session.route.back, progress)
 
     def _note_picks(self, session: _Session, window: Window, first: int, picks: tuple[int, ...]) -> None:
         """Last stage: a pick that differs from what was dispatched makes the rest of the epoch stale."""

@@ -101,7 +101,7 @@ class Pipe:
     def observe(self, elapsed: float, timings: Iterable[Timing]) -> None:
         """Learn from a reply that came `elapsed` seconds after its window was sent."""
         for timing in timings:
-            elapsed -= timing.queued + timing.service
+            elapsed -= timing.queued + timing.service + timing.drafting
             expected = self.curves[timing.stage](timing.rows)
             scale = self._scales[timing.stage]
             self._scales[timing.stage] += self.FRESHNESS * (timing.service / expected - scale)
