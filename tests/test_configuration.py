@@ -47,6 +47,7 @@ def test_defaults_are_those_of_the_classes_behind_it() -> None:
         "context": 4096,
         "threads": 1,
         "exact": True,
+        "mtp": True,
         "options": EngineOptions(),
     }
     assert default.speculation_settings() == Speculation()

@@ -68,13 +68,14 @@ def _spawned(configured: Configured, model: str) -> Opener:
         model,
         chosen.split,
         stage_arguments=flags_of(
-            configured, "engine", "links", "security", but=("lanes", "context", "threads")
+            configured, "engine", "links", "security", but=("lanes", "context", "threads", "mtp")
         ),
         conditions=chosen.spawn_conditions(),
         activation=chosen.activation,
         lanes=chosen.lanes,
         context=chosen.context,
         threads=chosen.threads,
+        mtp=chosen.mtp,
         ready_deadline=chosen.ready_deadline,
         security=chosen.security(),
         direct=chosen.direct_return,

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
         connect_deadline=found.connect_deadline,
     )
     with nullcontext() if options.json else bars():
-        path = slice_model(found.model, start, stop)
+        path = slice_model(found.model, start, stop, mtp=found.mtp)
         engine = StageEngine(path, probe=True, **found.stage_engine())
     with engine:
         trio.run(partial(_serve, host, LlamaRunner(engine), address, found, options))
@@ -99,6 +99,7 @@ def _say_ready(runner: LlamaRunner, address: str, as_json: bool) -> None:
             "lanes": descriptor.lanes,
             "context": descriptor.context,
             "exact": descriptor.exact,
+            "mtp": descriptor.mtp,
         }
         print(json.dumps(ready), flush=True)
     else:

@@ -24,7 +24,7 @@ from meshpipe.pipeline.children import READY_DEADLINE
 from meshpipe.pipeline.coordinator import STALL_DEADLINE
 from meshpipe.speculation.ngram import KINDS, LIMITS, NgramConfig
 from meshpipe.speculation.policy import DEPTHS, WIDTHS
-from meshpipe.speculation.settings import MODES, Speculation
+from meshpipe.speculation.settings import MODES, MTP_MAX, Speculation
 from meshpipe.topology.layout import ACTIVATIONS
 from meshpipe.wire.conditions import Conditions
 from meshpipe.wire.endpoints import WARM_UP
@@ -110,6 +110,9 @@ class Configuration:
         "from the unsplit model's",
         True,
     )
+    mtp: bool = _setting(
+        "engine", Switch(), "the last stage drafts with the model's NextN layers, if any", True
+    )
     n_gpu_layers: int | None = _engine_integer("n_gpu_layers", "layers on the GPU, -1 for all")
     main_gpu: int | None = _engine_integer("main_gpu", "the GPU, where one is used")
     devices: tuple[str, ...] | None = _engine("devices", Many(Text("NAME")), "names of devices to use")
@@ -147,6 +150,12 @@ class Configuration:
     )
     max_width: int = _setting(
         "speculation", Integer(*WIDTHS), "bound of an automatic width", _default(Speculation, "max_width")
+    )
+    mtp_max: int = _setting(
+        "speculation",
+        Integer(*MTP_MAX),
+        "tokens that native MTP drafts at a time",
+        _default(Speculation, "mtp_max"),
     )
     ngram_kind: Literal["suffix", "cache"] = _setting(
         "speculation", Choice(KINDS), "index of the text at hand", _default(NgramConfig, "kind")
@@ -217,6 +226,7 @@ class Configuration:
             "context": self.context,
             "threads": self.threads,
             "exact": self.exact,
+            "mtp": self.mtp,
             "options": EngineOptions(**self._like(EngineOptions)),
         }
 

@@ -31,6 +31,8 @@ class ModelInfo:
     digest: str
     layers: int
     nextn_layers: int
+    draft_heads: int
+    """NextN layers that llama.cpp can draft with."""
     embedding_length: int
     context_length: int
     vocabulary: int
@@ -63,7 +65,7 @@ class ModelInfo:
             ("model", f"{self.name} ({self.architecture}), {self.path.name}"),
             ("size", _size(self.total_bytes) + (f" in {self.files} files" if self.files > 1 else "")),
             ("types", ", ".join(f"{kind} {_size(size)}" for kind, size in self.types.items())),
-            ("layers", f"{self.layers}" + (f" and {self.nextn_layers} NextN" if self.nextn_layers else "")),
+            ("layers", f"{self.layers}" + self._nextn()),
             ("per layer", _ranges(self.layer_bytes)),
             ("cache per token", _ranges(self.layer_cache_bytes)),
             ("embedding", f"{_size(self.embedding_bytes)}, {self.embedding_length} wide"),
@@ -74,6 +76,12 @@ class ModelInfo:
             ("split", self._how()),
         ]
         return "\n".join(f"{name:<16}{content}" for name, content in rows)
+
+    def _nextn(self) -> str:
+        if not self.nextn_layers:
+            return ""
+        use = "native MTP" if self.draft_heads else "which llama.cpp cannot draft with"
+        return f" and {self.nextn_layers} NextN ({use})"
 
     def _how(self) -> str:
         if self.refusal:
@@ -109,6 +117,7 @@ def describe(header: Header) -> ModelInfo:
         digest=digest_of(header),
         layers=layers,
         nextn_layers=architectures.nextn_layers(header),
+        draft_heads=architectures.draft_heads(header),
         embedding_length=header.integer(".embedding_length"),
         context_length=header.integer(".context_length"),
         vocabulary=vocabulary,
@@ -148,7 +157,7 @@ def plan_split(
         architectures.check_range(header, 0, 1)
     weights = zip(info.layer_active_bytes, info.layer_cache_bytes, strict=True)
     costs = [weight + cache * context / 2 for weight, cache in weights]
-    tail = info.head_bytes + (info.nextn_bytes + info.head_bytes if mtp and info.nextn_layers else 0)
+    tail = info.head_bytes + (info.nextn_bytes + info.head_bytes if mtp and info.draft_heads else 0)
 
     def allowed(start: int, stop: int) -> bool:
         try:

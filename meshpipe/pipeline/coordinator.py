@@ -158,6 +158,7 @@ class Coordinator:
         self.pipe = Pipe(_curves(descriptors), link)
         self.credits = CreditScheduler()
         self._tracer = tracer or Tracer(Recorder(), len(self.descriptors))
+        last = self.descriptors[-1]
         self._around = Surroundings(
             self.way,
             self.pipe,
@@ -165,6 +166,8 @@ class Coordinator:
             self.lanes,
             stall_deadline,
             resume_deadline,
+            last.mtp,
+            last.draft_cost,
             self._tracer.recorder,
         )
         self.observers = self._around.observers
@@ -203,6 +206,11 @@ class Coordinator:
         tokens = self._tokenize(prompt, messages)
         check_sampling(sampling or Sampling())
         StopStrings(stop)
+        if speculation is not None and speculation.needs_mtp and not self._around.mtp:
+            raise UsageError(
+                f"speculation mode {speculation.mode!r} needs NextN layers at the last stage, which has none it can "
+                "draft with; use a model that has them (and a stage without --no-mtp), or the mode 'auto' or 'ngram'"
+            )
         bad = next((token for token in tokens if not 0 <= token < self.vocabulary.size), None)
         if bad is not None:
             raise UsageError(f"token {bad} of the prompt is outside the vocabulary of {self.vocabulary.size}")

@@ -81,21 +81,23 @@ async def open_local(
     *,
     conditions: Conditions | None = None,
     stall_deadline: float = STALL_DEADLINE,
+    mtp: bool = True,
     **engine: Any,
 ) -> AsyncIterator[Coordinator]:
     """Loads the stages of a split into this process; `engine` are `StageEngine`'s options.
 
+    `mtp`: the last stage drafts with the model's NextN layers, if it has some that llama.cpp can draft with.
     `conditions` are suffered on every link between neighbouring stages and on the return. Raises what planning,
     slicing and loading raise.
     """
-    boundaries = await trio.to_thread.run_sync(plan, model, split, engine.get("context", 4096))
+    boundaries = await trio.to_thread.run_sync(plan, model, split, engine.get("context", 4096), mtp)
     with ExitStack() as opened:
         runners: list[LlamaRunner] = []
         slices: list[Path] = []
         for start, stop in pairwise(boundaries):
-            path = await trio.to_thread.run_sync(slice_model, model, start, stop)
+            path = await trio.to_thread.run_sync(partial(slice_model, model, start, stop, mtp=mtp))
             slices.append(path)
-            loaded = await trio.to_thread.run_sync(partial(StageEngine, path, probe=True, **engine))
+            loaded = await trio.to_thread.run_sync(partial(StageEngine, path, probe=True, mtp=mtp, **engine))
             opened.callback(loaded.close)
             runners.append(LlamaRunner(loaded))
         vocabulary = await trio.to_thread.run_sync(Vocabulary, slices[0])

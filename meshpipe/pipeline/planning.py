@@ -13,10 +13,11 @@ Split = str | int | Sequence[int]
 """Boundaries, `"0,15,30"` or `[0, 15, 30]`, or a number of stages."""
 
 
-def plan(model: str | Path, split: Split, context: int = 4096) -> Boundaries:
+def plan(model: str | Path, split: Split, context: int = 4096, mtp: bool = False) -> Boundaries:
     """The boundaries of a split, certified if the architecture is not one that is known to split well.
 
-    Raises ModelError and SplitError. Blocks: reads the model's header, and may run a miniature of it.
+    `mtp`: the last stage is to draft with the model's NextN layers. Raises ModelError and SplitError. Blocks: reads
+    the model's header, and may run a miniature of it.
     """
     text = (
         split
@@ -25,6 +26,6 @@ def plan(model: str | Path, split: Split, context: int = 4096) -> Boundaries:
         if isinstance(split, int)
         else ",".join(map(str, split))
     )
-    boundaries = plan_split(model, text, context=context)
+    boundaries = plan_split(model, text, mtp=mtp, context=context)
     ensure_certified(model, boundaries)
     return boundaries

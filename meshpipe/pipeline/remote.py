@@ -254,23 +254,25 @@ async def open_spawned(
     lanes: int = 1,
     context: int = 4096,
     threads: int = 1,
+    mtp: bool = True,
     ready_deadline: float = READY_DEADLINE,
     **remote: Any,
 ) -> AsyncIterator[Coordinator]:
     """Starts a child process for every stage, on loopback, and joins them; ends them whatever happens.
 
     One that ends before the pipeline does is started again. `conditions` are suffered on every link between
-    neighbouring stages, both ways, and on the return. `stage_arguments` are further arguments of `meshpipe stage`;
-    settings in the environment are not the children's.
+    neighbouring stages, both ways, and on the return. `mtp`: the last stage drafts with the model's NextN layers, if
+    it has some. `stage_arguments` are further arguments of `meshpipe stage`; settings in the environment are not the
+    children's.
     """
-    boundaries = await trio.to_thread.run_sync(plan, model, split, context)
+    boundaries = await trio.to_thread.run_sync(plan, model, split, context, mtp)
     ranges = list(pairwise(boundaries))
     for start, stop in ranges:  # one after the other: they read the same disk
-        await trio.to_thread.run_sync(slice_model, model, start, stop)
-    vocabulary_file = await trio.to_thread.run_sync(slice_model, model, *ranges[0])
+        await trio.to_thread.run_sync(partial(slice_model, model, start, stop, mtp=mtp))
+    vocabulary_file = await trio.to_thread.run_sync(partial(slice_model, model, *ranges[0], mtp=mtp))
     arguments = [
         "--model", str(model), "--lanes", str(lanes), "--context", str(context), "--threads", str(threads),
-        *stage_arguments,
+        "--mtp" if mtp else "--no-mtp", *stage_arguments,
     ]  # fmt: skip
     commands = [
         stage_command(layers, [*arguments, *_conditions_arguments(conditions, upward=index > 0)])

@@ -210,6 +210,8 @@ class LlamaRunner:
     def _with_drafts(self, job: Job, picks: Picks, hidden: Rows | None) -> Picks:
         """Adds what native MTP expects after the picks, and the hidden rows that the session asked for."""
         window, mtp = job.window, self._engine.mtp
+        if mtp is None and hidden is None:
+            return picks
         if hidden is not None:
             hidden = hidden[: window.width - window.wanted + len(picks.tokens)]
         drafts: tuple[tuple[int, float], ...] = ()
@@ -227,11 +229,10 @@ class LlamaRunner:
             except EngineError as error:
                 log.warning("lane %d: no drafts: %s", job.lane, error)
         spent = time.perf_counter() - began
-        if job.hidden_from is None or hidden is None:
-            hidden = None
-        else:
-            hidden = hidden[max(job.hidden_from - window.start, 0) :]
-        return evolve(picks, drafts=drafts, hidden=hidden, drafting=spent)
+        asked = None
+        if job.hidden_from is not None and hidden is not None:
+            asked = hidden[max(job.hidden_from - window.start, 0) :]
+        return evolve(picks, drafts=drafts, hidden=asked, drafting=spent)
 
     def _picks(self, job: Job, logits: Rows) -> Picks:
         window, sampler = job.window, self._samplers[job.lane]

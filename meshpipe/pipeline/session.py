@@ -22,7 +22,7 @@ from itertools import count
 from typing import Protocol
 
 import trio
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from meshpipe.actors import Actor, Ask, Mailbox, handles
 from meshpipe.errors import CapacityError, EngineError, MeshpipeError, StageLostError
@@ -44,7 +44,8 @@ from meshpipe.pipeline.lanes import Lanes, Lease, prefix_digest
 from meshpipe.pipeline.report import Report, Stopwatch
 from meshpipe.pipeline.stops import StopStrings
 from meshpipe.pipeline.way import Way
-from meshpipe.speculation.composite import Composite
+from meshpipe.speculation.composite import MTP, Composite
+from meshpipe.speculation.drafting import Drafting
 from meshpipe.speculation.ledger import Commit, Ledger
 from meshpipe.speculation.ngram import NgramProposer, SharedStore
 from meshpipe.speculation.policy import Pace, Pipe
@@ -135,8 +136,8 @@ class Surroundings:
     """What sessions share: the way to the first stage, the pipe, its credits and lanes, and two deadlines.
 
     `stall_deadline`: seconds that silence may last, beyond what the stages' speed explains. `resume_deadline`:
-    seconds that a session waits for a way that is broken to be formed again. `recorder` and `observers` are told
-    what happens.
+    seconds that a session waits for a way that is broken to be formed again. `mtp` and `draft_cost` are the last
+    stage's. `recorder` and `observers` are told what happens.
     """
 
     first: Way
@@ -145,6 +146,8 @@ class Surroundings:
     lanes: Lanes
     stall_deadline: float
     resume_deadline: float
+    mtp: int = 0
+    draft_cost: float = 0.0
     recorder: Recorder = field(factory=Recorder)
     observers: list[Observer] = field(factory=list)
 
@@ -167,7 +170,7 @@ class Session(Actor[SessionMessage]):
         self._credits = around.credits.open()
         speculation = request.speculation
         speculates = speculation.mode != "off"
-        ngram = NgramProposer(speculation.ngram, request.shared) if speculates else None
+        ngram = NgramProposer(speculation.ngram, request.shared) if speculation.uses_ngram else None
         self._composite = Composite(self._ledger, ngram)
         self._pace = Pace(
             around.pipe,
@@ -175,6 +178,13 @@ class Session(Actor[SessionMessage]):
             depth=speculation.depth if speculates else 1,
             max_width=speculation.max_width,
         )
+        self._drafting = Drafting(
+            around.pipe,
+            around.draft_cost,
+            speculation.mtp_max if speculation.uses_mtp and around.mtp else 0,
+            always=speculation.mode != "auto",
+        )
+        self._drafts: dict[int, Reply] = {}  # replies with drafts that have not retired, by window number
         self._fixed_depth = speculation.depth != "auto"
         self._ledger.credits = 1_000_000  # the pace and the scheduler decide
         self._stops = StopStrings(request.stops)
@@ -274,6 +284,7 @@ class Session(Actor[SessionMessage]):
                 request.sampling,
                 cached,
                 prefix,
+                mtp=self._drafting.most > 0,
                 prompt=self._ledger.frontier - self._ledger.generated,
             )
         )
@@ -291,6 +302,7 @@ class Session(Actor[SessionMessage]):
         self._sent.clear()
         self._prefilling.clear()
         self._unsent = None
+        self._drafts.clear()
 
     async def _leave(self) -> None:
         """Tells every stage that the lane is free; what is still in flight is dropped on the way.
@@ -316,6 +328,8 @@ class Session(Actor[SessionMessage]):
             self._around.pipe.observe(now - sent, reply.timings)
             for observer in self._around.observers:
                 observer.replied(now - sent, reply.timings)
+        if reply.drafts and reply.epoch == self._ledger.epoch:
+            self._drafts[reply.number] = reply
         if reply.epoch == self._ledger.epoch:
             self._logprobs |= zip(count(reply.start + 1), reply.logprobs, strict=False)
         for commit in self._ledger.receive(reply):
@@ -392,6 +406,7 @@ class Session(Actor[SessionMessage]):
         if commit.discard is not None:
             self._around.first.try_send(commit.discard)
         self._pace.retired(commit.number, self._composite.update())
+        self._offer_drafts(commit)
         if commit.diverged:
             self._pace.restart()
         text, tokens = "", []
@@ -414,6 +429,21 @@ class Session(Actor[SessionMessage]):
             logprobs=logprobs,
         )
         self._output.channel.send_nowait(piece)
+
+    def _offer_drafts(self, commit: Commit) -> None:
+        """What native MTP said, in the reply that has retired, of the positions from the frontier on."""
+        if not self._drafting.most:
+            return
+        self._drafting.committed(commit.start, commit.tokens)
+        reply = self._drafts.pop(commit.number, None)
+        if commit.diverged:
+            self._drafts.clear()
+        if reply is not None:
+            tokens, probabilities = zip(*reply.drafts, strict=True)
+            start = commit.start + len(commit.tokens)
+            self._drafting.drafted(start, tokens, reply.timings[-1].drafting if reply.timings else 0.0)
+            session, epoch = self._ledger.session, self._ledger.epoch
+            self._composite.offer(Proposal(session, epoch, start, tokens, MTP, probabilities))
 
     def _finish(self) -> None:
         reason = "stop" if self._stops.stopped else self._ledger.finished or "unknown"
@@ -446,6 +476,7 @@ class Session(Actor[SessionMessage]):
                     return
                 window = self._composite.dispatch(1)
                 assert window is not None
+                drafts = self._drafting.paying(self._around.credits.sessions)
                 if not window.wanted:
                     self._prefilling.add(window.number)
                 survival: Sequence[float] = [1.0]
@@ -466,7 +497,8 @@ class Session(Actor[SessionMessage]):
                 if window is None:
                     return
                 survival = survival[: window.width]
-            if not await self._send(window, survival):
+                drafts = self._drafting.wanted(self._around.credits.sessions)
+            if not await self._send(evolve(window, drafts=drafts) if drafts else window, survival):
                 return
 
     async def _send(self, window: Window, survival: Sequence[float]) -> bool:

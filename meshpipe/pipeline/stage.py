@@ -465,9 +465,7 @@ class Stage(Actor[StageMessage]):
             if self._is_last and (opening.mtp or opening.hidden_from is not None):
                 after = next((q for q in waiting[place + 1 :] if q.session is session), None)
                 follows = after.window.tokens[0] if after is not None and after.window.tokens else None
-            jobs.append(
-                Job(session.lane, window, session.tokens, opening.mtp, opening.hidden_from, follows)
-            )
+            jobs.append(Job(session.lane, window, session.tokens, opening.mtp, opening.hidden_from, follows))
         self._running = runnable
         began = trio.current_time()
         try:

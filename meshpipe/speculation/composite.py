@@ -32,6 +32,7 @@ from meshpipe.speculation.ngram import NgramProposer
 from meshpipe.speculation.policy import Verdict
 
 NGRAM = "ngram"
+MTP = "mtp"
 
 
 @define

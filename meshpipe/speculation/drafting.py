@@ -33,7 +33,7 @@ class Drafting:
     always: bool = False
     _places: list[Acceptance] = field(init=False)
     _offered: dict[int, tuple[int, int]] = field(factory=dict)  # by position: (token, place in its draft)
-    _resting: int = 0  # tokens to commit before the next trial
+    _resting: int = RESTS[0]  # tokens to commit before the next trial
     _rest: int = RESTS[0]
     _trial: int = 0  # drafts that this trial may still ask for
 
@@ -42,13 +42,10 @@ class Drafting:
 
     def wanted(self, sessions: int = 1) -> int:
         """Drafts to ask for with the next window, while so many sessions share the pipe."""
-        if not self.most:
-            return 0
-        rates = [place.rate for place in self._places]
-        best = self._best(rates, sessions)
-        if best or self.always:
+        best = self.paying(sessions)
+        if best or not self.most:
             self._trial = 0
-            return max(best, 1)
+            return best
         if not self._best([1.0] * self.most, sessions):
             return 0  # it could not pay even if it were always right
         if self._trial:
@@ -59,6 +56,12 @@ class Drafting:
         if self._resting <= 0:
             self._trial = TRIAL
         return 0
+
+    def paying(self, sessions: int = 1) -> int:
+        """Drafts that pay by what is known, trials aside: what a prefill window is fed for."""
+        if not self.most:
+            return 0
+        return max(self._best([place.rate for place in self._places], sessions), int(self.always))
 
     def drafted(self, start: int, tokens: Sequence[int], seconds: float) -> None:
         """Drafts came, for the positions from `start` on; `seconds` is what they took in all."""

@@ -10,15 +10,18 @@ from meshpipe.errors import UsageError
 from meshpipe.speculation.ngram import NgramConfig
 from meshpipe.speculation.policy import DEPTHS, WIDTHS
 
-MODES = ("auto", "ngram", "off")
+MODES = ("auto", "mtp", "mtp+ngram", "ngram", "off")
+MTP_MAX = (1, 32)
 
 
 @frozen
 class Speculation:
     """How far to run ahead of the model. Changes the speed of a generation, never its tokens.
 
-    mode: "off" sends one window at a time with nothing proposed; "ngram" proposes from the text itself; "auto"
-        picks what the model has and what pays.
+    mode: "off" sends one window at a time with nothing proposed; "ngram" proposes from the text itself; "mtp" from
+        the model's own NextN layers at the last stage; "mtp+ngram" continues these by n-grams that agree with them;
+        "auto" picks of the two what the model has and what pays.
+    mtp_max: tokens of native MTP that a reply carries at most.
     depth: windows in flight, and width: tokens of a window, both a
     fixed number or "auto", which follows the measured costs of the stages and the links and the acceptance so
     far. `max_width` bounds an automatic width. Raises UsageError for what is out of bounds.
@@ -28,14 +31,31 @@ class Speculation:
     depth: int | Literal["auto"] = "auto"
     width: int | Literal["auto"] = "auto"
     max_width: int = 16
+    mtp_max: int = 4
     ngram: NgramConfig = field(factory=NgramConfig)
 
     def __attrs_post_init__(self) -> None:
         if self.mode not in MODES:
             raise UsageError(f"speculation mode is {self.mode!r}: it must be one of {', '.join(MODES)}")
-        for name, (low, high) in (("depth", DEPTHS), ("width", WIDTHS), ("max_width", WIDTHS)):
+        bounds = {"depth": DEPTHS, "width": WIDTHS, "max_width": WIDTHS, "mtp_max": MTP_MAX}
+        for name, (low, high) in bounds.items():
             value = getattr(self, name)
-            if value == "auto" and name != "max_width":
+            if value == "auto" and name in ("depth", "width"):
                 continue
             if not isinstance(value, int) or not low <= value <= high:
                 raise UsageError(f"{name} is {value!r}: it must be 'auto' or an integer from {low} to {high}")
+
+    @property
+    def uses_mtp(self) -> bool:
+        """Whether native MTP may propose, if the model has it."""
+        return self.mode in ("auto", "mtp", "mtp+ngram")
+
+    @property
+    def needs_mtp(self) -> bool:
+        """Whether the model must have native MTP."""
+        return self.mode in ("mtp", "mtp+ngram")
+
+    @property
+    def uses_ngram(self) -> bool:
+        """Whether the text itself may propose."""
+        return self.mode in ("auto", "ngram", "mtp+ngram")
