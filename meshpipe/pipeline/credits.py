@@ -2,7 +2,7 @@
 
 A credit is the right to have one more window in flight. Every session has one of its own, for its mandatory
 window. The others are lent from a pool that Little's law sizes: the pipe is full when the work in flight, in
-seconds of the slowest stage, equals the latency of a window. What the mandatory windows leave of that is
+seconds of the slowest stage, equals the latency of a window (and a little more: `Pipe.room`). What the mandatory windows leave of that is
 shared among the sessions that want to speculate, so that speculation ends by itself when there are enough
 sessions to fill the pipe.
 
@@ -45,13 +45,13 @@ class Credits:
         """Seconds of work that all other sessions have in flight."""
         return self._scheduler.work - self.work
 
-    def may_borrow(self, latency: float) -> bool:
-        """Whether a speculative window may go now that has its reply `latency` seconds later.
+    def may_borrow(self, room: float) -> bool:
+        """Whether a speculative window may go into a pipe that has room for `room` seconds of work.
 
         Marks the session as wanting to speculate.
         """
         self.wants = True
-        return self._scheduler.has_room(self, latency)
+        return self._scheduler.has_room(self, room)
 
     def take(self, window: int, work: float) -> None:
         """Window number `window` is in flight: as the mandatory one if the session has none, else borrowed.
@@ -113,16 +113,16 @@ class CreditScheduler:
         """Seconds of the slowest stage that are in flight, of all sessions."""
         return sum(credits.work for credits in self._sessions)
 
-    def has_room(self, asking: Credits, latency: float) -> bool:
+    def has_room(self, asking: Credits, room: float) -> bool:
         """Whether `asking` may borrow for one more window: the pool and its fair share of it are not used up.
 
-        The pool is the work that `latency` seconds have room for. The window that crosses its edge may go: the
+        The pool is `room` seconds of work. The window that crosses its edge may go: the
         pipe is full with the next whole number of windows, and one less leaves the slowest stage idle.
 
         A share is what the mandatory windows leave, divided by the sessions that want to speculate. One that
         has borrowed nothing may exceed its share if the pool has room.
         """
-        full = latency * (1 - 1e-9)
+        full = room * (1 - 1e-9)
         if self.work >= full:
             return False
         pool = full - sum(credits.work - credits.borrowed for credits in self._sessions)

@@ -298,4 +298,6 @@ def _conditions_arguments(conditions: Conditions | None, *, upward: bool) -> lis
         return []
     pairs = {"delay": conditions.delay, "jitter": conditions.jitter, "bandwidth": conditions.bandwidth}
     text = ",".join(f"{name}={value}" for name, value in pairs.items() if value)
+    if not text:
+        return []
     return ["--conditions", text, *(["--conditions-upward", text] if upward else [])]

@@ -490,7 +490,7 @@ class Session(Actor[SessionMessage]):
                     self._waits_for = Cause.REPLY if self._pace.full else Cause.PROPOSAL
                     return
                 borrows = self._pace.in_flight and not self._fixed_depth
-                if borrows and not self._credits.may_borrow(self._around.pipe.latency(width)):
+                if borrows and not self._credits.may_borrow(self._around.pipe.room(width)):
                     self._waits_for = Cause.CREDIT
                     return
                 window = self._composite.dispatch(width)

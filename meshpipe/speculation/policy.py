@@ -71,6 +71,7 @@ class Pipe:
     _scales: list[float] = field(init=False)
 
     FRESHNESS = 1 / 16
+    SLACK = 1
 
     def __attrs_post_init__(self) -> None:
         if not self.curves or self.link < 0:
@@ -94,9 +95,18 @@ class Pipe:
         """Seconds of the slowest stage: the least time between two replies."""
         return max(self.services(width))
 
+    def room(self, width: int) -> float:
+        """Seconds of the slowest stage's work that may be in flight: Little's law, and `SLACK` windows more.
+
+        Services vary. With no more than Little's number in flight the slowest stage would idle after every window
+        that another stage, or a link, was late with; a lone stage without a link waits for neither.
+        """
+        latency, slowest = self.latency(width), self.slowest(width)
+        return latency + (self.SLACK * slowest if latency > slowest else 0.0)
+
     def depth(self, width: int) -> int:
-        """Windows of that width in flight that fill the pipe (Little's law), at least 1."""
-        return max(1, math.ceil(self.latency(width) / self.slowest(width) - 1e-9))
+        """Windows of that width in flight that keep the pipe full (see `room`), at least 1."""
+        return max(1, math.ceil(self.room(width) / self.slowest(width) - 1e-9))
 
     def observe(self, elapsed: float, timings: Iterable[Timing]) -> None:
         """Learn from a reply that came `elapsed` seconds after its window was sent."""
@@ -154,7 +164,7 @@ class Pace:
     width, depth: fixed numbers, or "auto". A fixed width is what every window has (fewer rows if fewer tokens
     are known); an automatic one is chosen from 1 to `max_width` by comparing widths on the cost curves, within
     the limit of AdaptiveWidth. A fixed depth is the number of windows in flight; an automatic one is
-    Little's law in work (so many rows as the pipe's latency has room for on its slowest stage), at most
+    Little's law in work (so many rows as the pipe has `room` for on its slowest stage), at most
     `max_depth` windows, and lowered where one more window does not pay: where its expected commits are few
     beside its stale work. `least` is the smallest survival of a row that is sent at all.
 
@@ -196,7 +206,7 @@ class Pace:
         if self.depth != "auto":
             return self.in_flight >= self.depth
         work = sum(window.work for window in self._in_flight)
-        return self.in_flight >= self._max_depth or work >= self.pipe.latency(1) * (1 - 1e-9)
+        return self.in_flight >= self._max_depth or work >= self.pipe.room(1) * (1 - 1e-9)
 
     def next_width(self, survival: Sequence[float]) -> int:
         """Rows of the window to send now, 0 to send none yet.
@@ -262,7 +272,7 @@ class Pace:
         """
         latency, service = self.pipe.latency(width), self.pipe.slowest(width)
         work = sum(window.work for window in self._in_flight)
-        if work >= latency * (1 - 1e-9):
+        if work >= self.pipe.room(width) * (1 - 1e-9):
             return False
         expected = sum(window.expected for window in self._in_flight)
         commits = sum(survival[:width])
