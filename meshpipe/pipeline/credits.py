@@ -2,9 +2,9 @@
 
 A credit is the right to have one more window in flight. Every session has one of its own, for its mandatory
 window. The others are lent from a pool that Little's law sizes: the pipe is full when the work in flight, in
-seconds of the slowest stage, equals the latency of a window (and a little more: `Pipe.room`). What the mandatory windows leave of that is
-shared among the sessions that want to speculate, so that speculation ends by itself when there are enough
-sessions to fill the pipe.
+seconds of the slowest stage, equals the latency of a window and a little more (`Pipe.room`). What the mandatory
+windows leave of that is shared among the sessions that want to speculate, so that speculation ends by itself when
+there are enough sessions to fill the pipe.
 
 Pure arithmetic, called without awaiting: nobody else runs between the question and the taking.
 """
