@@ -69,6 +69,7 @@ class Children:
                         task_status.started()
                     was_ready, pause = True, PAUSES[0]
                     status = await self._running[index].wait()
+                    await _close_pipes(self._running[index])
                     if self._closing:
                         return
                     log.warning("stage %d has ended with status %d; starting it again", index, status)
@@ -109,6 +110,7 @@ class Children:
                     await child.stdin.aclose()
             for child in self._running.values():
                 await child.wait()
+                await _close_pipes(child)
 
 
 @asynccontextmanager
@@ -125,6 +127,12 @@ async def open_children(
             yield children
         finally:
             await children.say_goodbye()
+
+
+async def _close_pipes(process: trio.Process) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            await pipe.aclose()
 
 
 async def _ready_line(process: trio.Process) -> dict[str, Any]:

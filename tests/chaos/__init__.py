@@ -1,0 +1,1 @@
+"""Faults at random moments, against real processes; see `tests.chaos.harness`."""

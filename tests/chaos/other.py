@@ -1,0 +1,32 @@
+"""Another coordinator on the same stages, which generates until it is killed."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import trio
+
+from meshpipe import StagePlace, Topology
+from meshpipe.pipeline.remote import open_remote
+
+from .harness import Tokens
+
+
+async def main(places: str) -> None:
+    """Says so when its first token has come."""
+    topology = Topology(
+        tuple(StagePlace(place["address"], standby=tuple(place["standby"])) for place in json.loads(places))
+    )
+    async with open_remote(topology, Tokens()) as pipeline:  # type: ignore[arg-type]
+        said = False
+        while True:
+            async with pipeline.generate([1, 2, 3], max_tokens=400) as generation:
+                async for _ in generation:
+                    if not said:
+                        print("generating", flush=True)
+                        said = True
+
+
+if __name__ == "__main__":
+    trio.run(main, sys.argv[1])
