@@ -92,8 +92,6 @@ class Relay:
                     break
                 await target.send_all(data)
             else:
-                if swallowed:
-                    await trio.sleep_forever()
-                return await target.send_eof()
+                return None if swallowed else await target.send_eof()
         scope.cancel()
         return None
