@@ -189,6 +189,6 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
 def main(arguments: list[str]) -> None:
     """The command line."""
     options = report.parser("concurrency", __doc__).parse_args(arguments)
-    full = ((1, 2, 4, 8, 16, 32), 15.0, 3)
+    full = ((1, 2, 4, 8, 16, 32), 8.0, 3)
     rows, figures = trio.run(run, *(((1, 8), 6.0, 1) if options.quick else full))
     report.finish(options, rows, figures, COLUMNS, plot)

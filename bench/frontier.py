@@ -38,7 +38,7 @@ class Size:
     repetitions: int
 
 
-FULL = Size((1, 2, 4, 8, 16), (1, 2, 4, 8), 6.0, 24, 3)
+FULL = Size((1, 2, 4, 8, 16), (1, 2, 4, 8), 4.0, 16, 3)
 QUICK = Size((4, 16), (4, 8), 2.0, 8, 1)
 
 

@@ -39,7 +39,7 @@ class Size:
     novel: int  # tokens of novel text
 
 
-FULL = Size((0, 10, 25, 50, 100, 150), 3, 32, 128)
+FULL = Size((0, 10, 25, 50, 100, 150), 3, 24, 48)
 QUICK = Size((0, 100), 1, 8, 16)
 
 

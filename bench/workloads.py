@@ -196,6 +196,6 @@ def main(arguments: list[str]) -> None:
             of.append(prompt)
     if options.quick:
         chosen = {name: of for name, of in chosen.items() if name in ("qa", "edit-this-file")} or chosen
-    tokens, few = options.tokens or (24 if options.quick else 48), 8 if options.quick else 12
+    tokens, few = options.tokens or (24 if options.quick else 32), 8
     rows, figures = trio.run(run, [prompt for of in chosen.values() for prompt in of], tokens, few)
     report.finish(options, rows, figures, COLUMNS, plot)
