@@ -10,10 +10,12 @@ from collections import Counter
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import prometheus_client
 import pytest
 import trio
+from attrs import define, field
 from browser import CHROMIUM, browser
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,9 +26,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 from simulated import mixed, novel, periodic, simulated
 
-from meshpipe import Speculation
+from meshpipe import Conditions, Pipeline, Speculation
 from meshpipe.cli import main
 from meshpipe.errors import ProtocolError, UsageError
+from meshpipe.messages import Record, Spans
+from meshpipe.pipeline import tracing
+from meshpipe.pipeline.sink import ReturnSink
 from meshpipe.telemetry.clocks import Offset, chain, estimate
 from meshpipe.telemetry.html import render, write_html
 from meshpipe.telemetry.otel import OtelMetrics, export
@@ -34,7 +39,7 @@ from meshpipe.telemetry.overlap import analyse
 from meshpipe.telemetry.perfetto import read_trace, write_trace
 from meshpipe.telemetry.plot import write_plot
 from meshpipe.telemetry.prometheus import Histograms
-from meshpipe.telemetry.spans import Kind, Recorder, Span, pack_spans, unpack_spans
+from meshpipe.telemetry.spans import SPAN_BYTES, Kind, Recorder, Span, pack_spans, unpack_spans
 from meshpipe.telemetry.trace import Outcome, Trace, Track, flights
 
 PROMPT = [at % 7 for at in range(30)]
@@ -555,3 +560,92 @@ async def test_spans_reach_a_collector(autojump_clock: object, tmp_path: Path) -
         finally:
             server.shutdown()
             serving.join()
+
+
+# ---- processes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 3])
+async def test_processes_join_every_window_on_every_stage(stages: int, smollm2: Path, tmp_path: Path) -> None:
+    """Each process has a clock of its own (trio's begins anywhere); 20 ms between them."""
+    text = "Count: 1 2 3 4 5 6 7 8 9 10 1 2 3 4 5 6 7 8 9 10 1 2 3 4 5 6 7"
+    async with Pipeline.spawn(
+        smollm2, stages, lanes=2, context=512, conditions=Conditions(delay=0.02)
+    ) as pipeline:
+        async with pipeline.tracing() as trace, trio.open_nursery() as nursery:
+            options = {"max_tokens": 24, "ignore_end": True, "speculation": Speculation(depth=4, width=2)}
+            nursery.start_soon(partial(pipeline.complete, text, **options))
+            surprising = (
+                "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):\n"
+            )
+            nursery.start_soon(partial(pipeline.complete, surprising, **options))
+        async with pipeline.tracing() as second:
+            done = await pipeline.complete(text, max_tokens=5)
+    assert trace.missing == ()
+    assert trace.give_or_take < 1.0
+    followed = flights(trace)
+    assert sum(flight.tokens for flight in followed) >= 48
+    assert [flight for flight in followed if flight.unseen(stages)] == []
+    assert {flight.outcome for flight in followed} >= {Outcome.PREFILL, Outcome.ACCEPTED, Outcome.CORRECTED}
+    retired = [flight for flight in followed if flight.outcome in (Outcome.ACCEPTED, Outcome.CORRECTED)]
+    for flight in retired:
+        assert sorted(flight.stays) == list(range(stages))
+        assert sorted(flight.written) == sorted(flight.serialized) == list(range(-1, stages))
+        for piece, began, ended in flight.legs(stages):
+            assert ended - began >= -trace.give_or_take, (piece, flight)
+    found = analyse(trace)
+    assert found is not None
+    assert found.joined == found.windows == len(followed)
+    assert found.between_windows == found.overlaps
+    for name, took in found.transit.items():
+        assert took > 0.015 or not (name.startswith("wire") and name != "wire to stage 0"), name
+    assert sum(flight.tokens for flight in flights(second)) == done.report.completion_tokens
+    assert {flight.session for flight in flights(second)}.isdisjoint(flight.session for flight in followed)
+
+
+async def test_a_stage_that_sends_no_spans_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two stages the second is silent; what the first has comes, in pieces, on the coordinator's clock."""
+    monkeypatch.setattr(tracing, "PATIENCE", 0.05)
+    monkeypatch.setattr(tracing, "PIECE", 4)
+    sink = ReturnSink()
+    ahead = 1000.0
+
+    @define
+    class First:
+        beats: list[tuple[float, float, float]] = field(factory=lambda: [(1.0, 1.5 + ahead, 2.0)])
+
+        @property
+        def ref(self) -> First:
+            return self
+
+        async def send(self, message: object) -> None:
+            assert isinstance(message, Record)
+            up = SimpleNamespace(send=sink.send)
+            await tracing.send_spans(message, 0, recorder, up, None)  # type: ignore[arg-type]
+
+    recorder = Recorder()
+    tracer = tracing.RemoteTracer(Recorder(), 2, lambda: First(), sink)  # type: ignore[arg-type,return-value]
+    await tracer.start()
+    now = trio.current_time()
+    tracer.recorder.add(Span(Kind.DISPATCH, now, now, session=1, value=1))
+    for at in range(10):
+        recorder.add(Span(Kind.QUEUE, now + ahead + at, now + ahead + at, 0, 1, 0, at, 1))
+    trace = Trace(stages=2)
+    await tracer.stop(trace)
+    assert trace.missing == (1,)
+    assert [round(span.began, 6) for span in trace.spans] == [0.0, *map(float, range(10))]
+    assert trace.give_or_take == 0.5
+    assert not recorder.on
+    assert not tracer.recorder.on
+
+
+async def test_spans_nobody_asked_for_are_not_kept() -> None:
+    sink = ReturnSink()
+    tracer = tracing.RemoteTracer(Recorder(), 1, lambda: None, sink)  # type: ignore[arg-type,return-value]
+    for _ in range(tracing.CAPACITY // tracing.PIECE + 10):
+        await sink.send(Spans(0, pack_spans([Span(0, 0.0, 0.0)] * tracing.PIECE), last=False))
+    await sink.send(Spans(7, b""))
+    kept = tracer._heard.get(0, [])
+    assert sum(len(piece.data) for piece in kept) <= tracing.CAPACITY * SPAN_BYTES
+    assert 7 not in tracer._heard
