@@ -175,6 +175,21 @@ async def test_a_body_may_not_be_endless(both: Both, monkeypatch: pytest.MonkeyP
             assert b"".join([part async for part in stream]).startswith(b"HTTP/1.1 408")
 
 
+async def test_connections_are_kept_or_closed_as_asked(both: Both) -> None:
+    for stream in (True, False):
+        with trio.fail_after(5):  # `post` reads until the connection is closed
+            status, text = await post(both.served.url, "/v1/completions", ASK | {"stream": stream})
+        assert status == 200
+        got = events(text)[:-1] if stream else [json.loads(text)]
+        assert "".join(one["choices"][0]["text"] for one in got) == text_of(serial(mixed, [1, 2, 3], 8))
+    async with both.served.client(limits=httpx.Limits(max_connections=1)) as client:
+        ports = set()
+        for stream in (True, False, True):
+            answer = await client.post("/v1/completions", json=ASK | {"stream": stream})
+            ports.add(answer.extensions["network_stream"].get_extra_info("client_addr"))
+        assert len(ports) == 1
+
+
 async def test_keys() -> None:
     async with served_simulated(periodic(), keys=("one", "two")) as both, both.served.client() as client:
         for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "Basic one"}):

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
@@ -271,6 +271,9 @@ class Endpoint:
         service.check_model(asked.model)
         prompts = getattr(asked, "prompt", "")
         several = len(prompts) if isinstance(prompts, list) and not isinstance(prompts[0], int) else 1
+        # What ends the answer is sent when nobody watches the client any more: Hypercorn says that it has gone as
+        # soon as the answer is complete, but still has to close its connection then.
+        end: Callable[[], Awaitable[None]] | None = None
         with service.admitted(several * (asked.n or 1)):
             async with _while_connected(receive):
                 plan = await service.plan(self._plan, asked)
@@ -286,30 +289,26 @@ class Endpoint:
                 try:
                     if asked.stream:
                         await self._stream(answer, plan, choices, send)
+                        end = partial(_end_events, send)
                     else:
-                        await self._whole(answer, plan, choices, request.scope, receive, send)
+                        whole = JSONResponse(await self._whole(answer, plan, choices))
+                        end = partial(whole, request.scope, receive, send)
                 finally:
                     service.metrics.answered([c.report for c in choices if c.report is not None])
+        if end is not None:
+            await end()
 
-    async def _whole(
-        self,
-        answer: Answer,
-        plan: Plan,
-        choices: Sequence[Choice],
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def _whole(self, answer: Answer, plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
         pipeline = self._service.pipeline
         async with running(pipeline, plan) as pieces:
             async for index, piece in pieces:
                 if isinstance(piece, Failed):
                     raise self._failure(piece.error)
                 choices[index].take(piece, pipeline.vocabulary)
-        await JSONResponse(answer.whole(choices))(scope, receive, send)
+        return answer.whole(choices)
 
     async def _stream(self, answer: Answer, plan: Plan, choices: Sequence[Choice], send: Send) -> None:
-        """Server-sent events. What fails before the first one is an HTTP error, later it is an event."""
+        """Server-sent events, all but the end. What fails before the first is an HTTP error, later an event."""
         pipeline = self._service.pipeline
         begun = False
         async with running(pipeline, plan) as pieces:
@@ -319,7 +318,6 @@ class Endpoint:
                     if not begun:
                         raise failure
                     await _send_event(send, failure.body())
-                    await _end_events(send)
                     return
                 if not begun:
                     begun = True
@@ -330,7 +328,6 @@ class Endpoint:
         if answer.with_usage:
             await _send_event(send, answer.usage_event(choices))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
-        await _end_events(send)
 
     def _failure(self, error: Exception) -> ApiError:
         failure = of_failure(error)
