@@ -7,9 +7,10 @@ import json
 import sys
 from typing import Any
 
+from meshpipe.blocking import Pipeline
 from meshpipe.cli.arguments import Commands, add_settings, checked, command, configured
 from meshpipe.cli.pipelines import pipeline_of
-from meshpipe.cli.progress import opened
+from meshpipe.cli.progress import shown
 from meshpipe.cli.trace import add_trace, recorded
 from meshpipe.configuration.kinds import Integer
 from meshpipe.errors import UsageError
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         what["prompt"] = prompt
     with (
-        opened(recorded(pipeline_of(found), options.trace)) as pipeline,
+        Pipeline(shown(recorded(pipeline_of(found), options.trace))) as pipeline,
         pipeline.generate(**what) as generation,
     ):
         tokens: list[int] = []

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from meshpipe.cli.arguments import flags_of
-from meshpipe.configuration import Configured, settings
+from meshpipe.configuration import Configuration, Configured, settings
 from meshpipe.errors import UsageError
 from meshpipe.pipeline.local import open_local
 from meshpipe.pipeline.remote import open_remote, open_spawned
@@ -52,12 +53,7 @@ def _connected(configured: Configured) -> Opener:
         chosen.model,
         lanes=chosen.lanes if configured.given("lanes") else 1,
         context=chosen.context if configured.given("context") else 1,
-        security=chosen.security(),
-        direct=chosen.direct_return,
-        listen_host=chosen.return_host,
-        heartbeat=chosen.links_heartbeat(),
-        connect_deadline=chosen.connect_deadline,
-        stall_deadline=chosen.stall_deadline,
+        **_remote_options(chosen),
     )
 
 
@@ -77,10 +73,20 @@ def _spawned(configured: Configured, model: str) -> Opener:
         threads=chosen.threads,
         mtp=chosen.mtp,
         ready_deadline=chosen.ready_deadline,
-        security=chosen.security(),
-        direct=chosen.direct_return,
-        listen_host=chosen.return_host,
-        heartbeat=chosen.links_heartbeat(),
-        connect_deadline=chosen.connect_deadline,
-        stall_deadline=chosen.stall_deadline,
+        **_remote_options(chosen),
     )
+
+
+def _remote_options(chosen: Configuration) -> dict[str, Any]:
+    """What stages in other processes have in common. Blocks: reads keys and certificates."""
+    return {
+        "security": chosen.security(),
+        "direct": chosen.direct_return,
+        "listen_host": chosen.return_host,
+        "heartbeat": chosen.links_heartbeat(),
+        "connect_deadline": chosen.connect_deadline,
+        "stall_deadline": chosen.stall_deadline,
+        "resume_deadline": chosen.resume_deadline,
+        "queue_deadline": chosen.queue_deadline,
+        "max_round_trip": chosen.max_round_trip,
+    }

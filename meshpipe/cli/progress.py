@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from meshpipe.blocking import Pipeline
 from meshpipe.llama.progress import watching
+from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.portal import Opener
 
 
@@ -33,13 +33,14 @@ def bars(console: Console | None = None) -> Iterator[None]:
             yield
 
 
-@contextmanager
-def opened(opener: Opener) -> Iterator[Pipeline]:
-    """A pipeline, with bars while it opens."""
-    pipeline = Pipeline(opener)
-    with bars():
-        pipeline.open()
-    try:
-        yield pipeline
-    finally:
-        pipeline.close()
+def shown(opener: Opener) -> Opener:
+    """The same pipeline, with bars while it opens."""
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Coordinator]:
+        async with AsyncExitStack() as stack:
+            with bars():
+                coordinator = await stack.enter_async_context(opener())
+            yield coordinator
+
+    return opened

@@ -12,6 +12,7 @@ import trio
 
 from meshpipe.cli.arguments import Commands, add_settings, command, configured
 from meshpipe.cli.pipelines import pipeline_of
+from meshpipe.cli.progress import shown
 from meshpipe.configuration import Configured
 from meshpipe.errors import UsageError
 from meshpipe.portal import Opener
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"the server needs {', '.join(missing)}: pip install 'meshpipe[server]'")
     found = configured(options)
     keys = (*options.api_key, *_keys_of(found.settings.api_key_file))
-    trio.run(_serve, pipeline_of(found), found, keys, options.json)
+    trio.run(_serve, shown(pipeline_of(found)), found, keys, options.json)
     return 0
 
 

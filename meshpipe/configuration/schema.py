@@ -21,7 +21,7 @@ from meshpipe.llama.options import CACHE_TYPES, INTEGERS, ROPE_SCALING, SPLIT_MO
 from meshpipe.llama.sampling import BOUNDS
 from meshpipe.messages import Sampling
 from meshpipe.pipeline.children import READY_DEADLINE
-from meshpipe.pipeline.coordinator import STALL_DEADLINE
+from meshpipe.pipeline.coordinator import QUEUE_DEADLINE, RESUME_DEADLINE, STALL_DEADLINE
 from meshpipe.speculation.ngram import KINDS, LIMITS, NgramConfig
 from meshpipe.speculation.policy import DEPTHS, WIDTHS
 from meshpipe.speculation.settings import MODES, MTP_MAX, Speculation
@@ -98,6 +98,18 @@ class Configuration:
     )
     stall_deadline: float = _setting(
         "pipeline", SECONDS, "seconds without progress after which a request gives up", STALL_DEADLINE
+    )
+    resume_deadline: float = _setting(
+        "pipeline",
+        SECONDS,
+        "seconds that requests wait for a lost stage, or another in its place",
+        RESUME_DEADLINE,
+    )
+    queue_deadline: float = _setting(
+        "pipeline", SECONDS, "seconds that a new request waits for a pipeline that is broken", QUEUE_DEADLINE
+    )
+    max_round_trip: float | None = _setting(
+        "pipeline", SECONDS, "seconds of a round trip above which no pipeline is formed", unset="any"
     )
 
     lanes: int = _setting("engine", Integer(1, 255), "sessions at a time", 1)

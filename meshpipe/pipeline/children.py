@@ -16,6 +16,7 @@ import trio
 
 from meshpipe.actors.scope import owned_nursery, run_all
 from meshpipe.errors import StageLostError
+from meshpipe.llama.progress import report
 from meshpipe.topology.layout import StagePlace
 
 log = logging.getLogger("meshpipe.children")
@@ -121,9 +122,14 @@ async def open_children(
     children = Children(layers, commands, ready_deadline)
     async with owned_nursery() as nursery:
         try:
-            await run_all(
-                partial(nursery.start, children.keep, index) for index in range(len(children.places))
-            )
+            count = len(children.places)
+            report("stages loaded", 0, count)
+
+            async def start(index: int) -> None:
+                await nursery.start(children.keep, index)
+                report("stages loaded", sum(place.address != "" for place in children.places), count)
+
+            await run_all(partial(start, index) for index in range(count))
             yield children
         finally:
             await children.say_goodbye()
