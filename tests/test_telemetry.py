@@ -34,6 +34,7 @@ from meshpipe.pipeline import tracing
 from meshpipe.pipeline.sink import ReturnSink
 from meshpipe.telemetry.clocks import Offset, chain, estimate
 from meshpipe.telemetry.html import render, write_html
+from meshpipe.telemetry.live import LiveView
 from meshpipe.telemetry.otel import OtelMetrics, export
 from meshpipe.telemetry.overlap import analyse
 from meshpipe.telemetry.perfetto import read_trace, write_trace
@@ -560,6 +561,29 @@ async def test_spans_reach_a_collector(autojump_clock: object, tmp_path: Path) -
         finally:
             server.shutdown()
             serving.join()
+
+
+async def test_the_live_view_moves(autojump_clock: object) -> None:
+    """Windows are drawn on their way, and gone from it at the end; what it says adds up."""
+    seen: list[str] = []
+    async with simulated(mixed, 2, delay=0.05) as sim:
+        view = LiveView(2, trio.current_time)
+        sim.coordinator.observers.append(view)
+        async with (
+            sim.coordinator.tracing(view.note),
+            sim.coordinator.generate(PROMPT, max_tokens=120) as generation,
+        ):
+            async for _ in generation:
+                seen.append(view.text(100))
+                assert all(len(line) <= 100 for line in seen[-1].split("\n"))
+        assert generation.report is not None
+    moving = [text.split("\n") for text in seen]
+    assert {line[1].count("stage") for line in moving[2:]} == {2}
+    assert any("●" in line[2] for line in moving)
+    assert len({line[2] for line in moving}) > 10
+    head = view.text(200).split("\n")[0]
+    assert ", 0 windows in flight" in head
+    assert f", {generation.report.stale_windows} stale, 120 tokens" in head
 
 
 # ---- processes ----------------------------------------------------------------------------------------

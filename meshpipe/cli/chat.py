@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -193,10 +193,14 @@ def conclude(report: Report, meter: Meter) -> str:
 
 
 class Screen:
-    """Text as it comes. On a terminal its last line, and the status below it, are drawn over until complete."""
+    """Text as it comes. On a terminal its last line, and the status below it, are drawn over until complete.
 
-    def __init__(self, console: Console) -> None:
+    `below` gives the status for so many columns whenever it is drawn, in place of what `write` says.
+    """
+
+    def __init__(self, console: Console, below: Callable[[int], str] | None = None) -> None:
         self._console = console
+        self._below = below
         self._line = ""
         self._status = ""
         self._live: Live | None = None
@@ -229,4 +233,5 @@ class Screen:
             self._console.file.write("\n")
 
     def _render(self) -> Group:
-        return Group(Text(self._line), Text(self._status, style="dim"))
+        status = self._below(self._console.width) if self._below is not None else self._status
+        return Group(Text(self._line), Text(status, style="dim"))

@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import nullcontext
 from typing import Any
+
+from rich.console import Console
 
 from meshpipe.blocking import Pipeline
 from meshpipe.cli.arguments import Commands, add_settings, checked, command, configured
+from meshpipe.cli.chat import Screen
 from meshpipe.cli.pipelines import pipeline_of
 from meshpipe.cli.progress import shown
 from meshpipe.cli.trace import add_trace, recorded
 from meshpipe.configuration.kinds import Integer
 from meshpipe.errors import UsageError
+from meshpipe.telemetry.live import LiveView
 
 TOKENS = Integer(1, 2**31 - 1)
 
@@ -46,6 +51,9 @@ def add_commands(commands: Commands) -> None:
     add_settings(parser, "pipeline", "engine", "speculation", "sampling", "links", "security")
     parser.add_argument("--json", action="store_true", help="print one object instead of streaming text")
     add_trace(parser)
+    parser.add_argument(
+        "--live", action="store_true", help="show stages and windows below the text, on a terminal"
+    )
     parser.set_defaults(run=run)
 
 
@@ -65,16 +73,20 @@ def run(options: argparse.Namespace) -> int:
         what["messages"] = [{"role": "user", "content": prompt}]
     else:
         what["prompt"] = prompt
+    views: list[LiveView] | None = [] if options.live and sys.stdout.isatty() and not options.json else None
     with (
-        Pipeline(shown(recorded(pipeline_of(found), options.trace))) as pipeline,
+        Pipeline(shown(recorded(pipeline_of(found), options.trace, views))) as pipeline,
         pipeline.generate(**what) as generation,
+        Screen(Console(highlight=False), views[0].text) if views else nullcontext() as screen,
     ):
         tokens: list[int] = []
         text: list[str] = []
         for piece in generation:
             tokens += piece.tokens
             text.append(piece.text)
-            if not options.json:
+            if screen is not None:
+                screen.write(piece.text, "")
+            elif not options.json:
                 print(piece.text, end="", flush=True)
         report = generation.report
         assert report is not None
@@ -86,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
                 "report": report.to_dict() | {"return_route": pipeline.coordinator.return_route()},
             }
             print(json.dumps(answer))
-        else:
+        elif screen is None:
             print()
     return 0
 

@@ -14,6 +14,7 @@ from meshpipe.errors import UsageError
 from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.portal import Opener
 from meshpipe.telemetry.html import write_html
+from meshpipe.telemetry.live import LiveView
 from meshpipe.telemetry.overlap import analyse
 from meshpipe.telemetry.perfetto import read_trace, write_trace
 from meshpipe.telemetry.plot import write_plot
@@ -49,20 +50,27 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def recorded(open_pipeline: Opener, path: str | None) -> Opener:
-    """The same pipeline, of which a trace is written when it is closed, however that comes about; None: it is not."""
-    if path is None:
+def recorded(open_pipeline: Opener, path: str | None, views: list[LiveView] | None = None) -> Opener:
+    """The same pipeline, of which a trace is written when it is closed, however that comes about; None: it is not.
+
+    A `LiveView` of it is put into `views`, if that is given.
+    """
+    if path is None and views is None:
         return open_pipeline
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Coordinator]:
         async with open_pipeline() as pipeline:
-            trace = None
+            trace, listener = None, None
+            if views is not None:
+                views.append(LiveView(len(pipeline.descriptors)))
+                pipeline.observers.append(views[0])
+                listener = views[0].note
             try:
-                async with pipeline.tracing() as trace:
+                async with pipeline.tracing(listener) as trace:
                     yield pipeline
             finally:
-                if trace is not None:
+                if trace is not None and path is not None:
                     with trio.CancelScope(shield=True):
                         await trio.to_thread.run_sync(write_trace, trace, path)
 

@@ -334,20 +334,24 @@ class Coordinator:
         return elapsed
 
     @asynccontextmanager
-    async def tracing(self) -> AsyncIterator[Trace]:
+    async def tracing(self, listener: Callable[[Span], None] | None = None) -> AsyncIterator[Trace]:
         """Records what happens meanwhile, here and at every stage; the trace is whole after the block.
+
+        `listener` is told each span of this process as it comes.
 
         Spans of a stage that does not send them in time are missing, and the trace says so. Raises UsageError
         if a trace is being recorded already.
         """
         trace = Trace(stages=len(self.descriptors))
         await self._tracer.start()
+        self._tracer.recorder.listen(listener)
         try:
             yield trace
             if not self._live:  # then whatever was on its way to a stage has come before this
                 with suppress(MeshpipeError):
                     await self.round_trip(STEADY)
         finally:
+            self._tracer.recorder.listen(None)
             await self._tracer.stop(trace)
 
     def adopt(self, descriptors: Sequence[StageDescriptor], link: float, same_caches: bool) -> None:
