@@ -131,6 +131,20 @@ def test_flags_override_the_environment_that_a_file_and_that_the_model(tmp_path:
     ]
 
 
+def test_paths_in_a_file_begin_at_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('model = "M.gguf"\nkey_file = "/etc/mesh.key"\n')
+    chosen = configure(file=file, environment={"MESHPIPE_TLS_CA": "ca.pem"}).settings
+    assert (chosen.model, chosen.key_file, chosen.tls_ca) == (
+        str(tmp_path / "M.gguf"),
+        "/etc/mesh.key",
+        "ca.pem",
+    )
+    file.write_text("model = 5\n")
+    with pytest.raises(UsageError, match="model is 5"):
+        configure(file=file, environment={})
+
+
 def test_a_model_decides_about_speculation_only(tmp_path: Path) -> None:
     (tmp_path / "M.meshpipe.toml").write_text("insecure = true\n")
     with pytest.raises(

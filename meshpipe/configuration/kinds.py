@@ -137,6 +137,17 @@ class Text:
 
 
 @frozen
+class File(Text):
+    """A path. Said in a file, a relative one begins where that file is; else in the working directory."""
+
+    metavar: str = "FILE"
+
+    @property
+    def allowed(self) -> str:
+        return "a path"
+
+
+@frozen
 class Many:
     """Several of one kind: a list, or text with commas."""
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import attrs
 from attrs import frozen
 
-from meshpipe.configuration.kinds import Choice, Integer, Kind, Many, Number, Switch, Text
+from meshpipe.configuration.kinds import Choice, File, Integer, Kind, Many, Number, Switch, Text
 from meshpipe.errors import UsageError
 from meshpipe.llama.options import CACHE_TYPES, INTEGERS, ROPE_SCALING, SPLIT_MODES, EngineOptions
 from meshpipe.llama.sampling import BOUNDS
@@ -67,13 +67,11 @@ def _engine_integer(name: str, help: str) -> Any:
 class Configuration:
     """All settings with their values, each of its kind. Made by `meshpipe.configuration.configure`."""
 
-    model: str | None = _setting(
-        "pipeline", Text("FILE"), "GGUF file (of a model in several files, the first)"
-    )
+    model: str | None = _setting("pipeline", File(), "GGUF file (of a model in several files, the first)")
     split: str = _setting("pipeline", Text("SPLIT", "0,15,30 or 2"), "boundaries, or a number of stages", "1")
     spawn: bool = _setting("pipeline", Switch(), "a child process for each stage", False)
     topology: str | None = _setting(
-        "pipeline", Text("FILE"), "topology file (TOML or JSON) of stages that run already"
+        "pipeline", File(), "topology file (TOML or JSON) of stages that run already"
     )
     delay_ms: float = _setting(
         "pipeline", Number(0, 1e5), "with spawn: one-way delay put on every link, for trying", 0.0
@@ -194,11 +192,13 @@ class Configuration:
     )
     connect_deadline: float = _setting("links", SECONDS, "seconds to connect while a pipeline opens", WARM_UP)
 
-    tls_cert: str | None = _setting("security", Text("PEM"), "this side's certificate")
-    tls_key: str | None = _setting("security", Text("PEM"), "its private key")
-    tls_ca: str | None = _setting("security", Text("PEM"), "who may sign the other side's certificate")
+    tls_cert: str | None = _setting("security", File(metavar="PEM"), "this side's certificate")
+    tls_key: str | None = _setting("security", File(metavar="PEM"), "its private key")
+    tls_ca: str | None = _setting(
+        "security", File(metavar="PEM"), "who may sign the other side's certificate"
+    )
     key_file: str | None = _setting(
-        "security", Text("FILE"), "a key that both sides share, 16 random bytes or more"
+        "security", File(), "a key that both sides share, 16 random bytes or more"
     )
 
     layers: str | None = _setting("stage", Text("A:B", "15:30"), "first layer, and the one after the last")
@@ -224,7 +224,7 @@ class Configuration:
     queue: int = _setting("server", Integer(0, 100_000), "requests that may wait for a lane", 64)
     api_key_file: str | None = _setting(
         "server",
-        Text("FILE"),
+        File(),
         "keys of which clients have to send one, one a line",
         unset="no key is asked for",
     )

@@ -18,6 +18,7 @@ from typing import Any
 
 from attrs import frozen
 
+from meshpipe.configuration.kinds import File
 from meshpipe.configuration.schema import Configuration, settings
 from meshpipe.errors import UsageError
 from meshpipe.topology.layout import read_topology
@@ -102,7 +103,10 @@ def recommended(model: str | Path) -> dict[str, Any]:
 
 
 def read_settings(file: Path, group: str | None = None) -> dict[str, Any]:
-    """The raw values of a TOML file, all of them known settings (of `group`). Raises UsageError."""
+    """The raw values of a TOML file, all of them known settings (of `group`). Raises UsageError.
+
+    Relative paths begin at the file.
+    """
     try:
         table: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -115,6 +119,8 @@ def read_settings(file: Path, group: str | None = None) -> dict[str, Any]:
         if group is not None and settings()[name].group != group:
             allowed = ", ".join(s.name for s in settings().values() if s.group == group)
             raise UsageError(f"{file}: {name} may not be set here; allowed: {allowed}")
+        if isinstance(settings()[name].kind, File) and isinstance(table[name], str):
+            table[name] = str(file.parent / table[name])  # stays as it is if absolute
     return table
 
 
