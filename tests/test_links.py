@@ -138,6 +138,33 @@ async def test_a_discard_and_an_error_pass_pipes_that_are_full_both_ways(kind: s
         assert ends.near.traffic.blocked > 0
 
 
+async def test_what_goes_out_at_once_keeps_its_order_when_the_socket_is_full() -> None:
+    """Small frames are written by their senders until one does not fit whole; the writer takes over from there."""
+    far_inbox = inbox(windows=1)
+    columns = 4096  # 16 KiB a frame: several fit into a socket, and the last of them in part
+    room = {**BOUNDS, WINDOWS: send_room(4, 1, columns)}
+    async with linked("tcp", far_inbox=far_inbox, columns=columns, bounds=room) as ends:
+        began: list[int] = []
+        data = ends.near._ways[-1][0]
+        finish = data.finish
+
+        async def finished() -> None:
+            began.append(1)
+            await finish()
+
+        data.finish = finished  # type: ignore[method-assign]
+        await wait_all_tasks_blocked()  # the link runs
+        sent = await fill(ends.near, lambda n: window(n, columns=columns), room=1000)
+        with trio.fail_after(30):
+            for number in range(len(sent)):
+                got = await far_inbox.receive(WINDOWS)
+                assert (got.number, got.rows[0, 0], got.rows[0, -1]) == (number, number, number)
+            assert began, "no frame was cut"
+            await ends.near.ref.send(window(len(sent), columns=columns))
+            assert (await far_inbox.receive(WINDOWS)).number == len(sent)
+        assert ends.near.traffic.frames_sent >= len(sent) + 1
+
+
 @every_kind
 async def test_replies_are_relayed_upstream_past_full_windows(kind: str) -> None:
     """coordinator - link - middle - link - last: the last one's replies ride the links' reverse direction."""

@@ -124,7 +124,7 @@ class Mailbox(Generic[M]):
         names = queues or tuple(self._queues)
         waited = False
         while True:
-            if any(self._queues[name].items for name in names):
+            if self.waiting(*names):
                 if waited:
                     return
                 await trio.lowlevel.checkpoint()  # without waiting; another receiver may be quicker
@@ -167,6 +167,10 @@ class Mailbox(Generic[M]):
     def peek(self, queue: str) -> Iterator[M]:
         """What waits in `queue`, in order, without taking it (an `Ask` shows its message)."""
         return (_bare(item) for item in self._queues[queue].items)
+
+    def waiting(self, *queues: str) -> bool:
+        """Whether one of `queues` holds a message."""
+        return any(self._queues[name].items for name in queues)
 
     def take(
         self, queue: str, wanted: Callable[[M], bool] | None = None, limit: int | None = None

@@ -26,6 +26,9 @@ THREAD_FROM = 256 << 10
 TURN = 256 << 10
 """Bytes that a connection moves before it lets other tasks run."""
 
+AT_ONCE = 64 << 10
+"""Bytes of rows up to which a frame is worth a try without waiting: what a socket has room for, mostly."""
+
 JOIN_UP_TO = 64 << 10
 """Bytes of payload up to which TLS sends it in one piece with its header."""
 
@@ -49,6 +52,22 @@ class Connection(ABC):
     @abstractmethod
     async def send(self, frame: Frame) -> int:
         """Sends a frame and returns its size in bytes. Raises `StageLostError` if the connection is lost."""
+
+    def send_at_once(self, frame: Frame) -> int | None:
+        """Sends a frame without waiting if that is possible: its size in bytes, None if it was not sent.
+
+        Part of it may be left to be sent by the next `send`, or by `finish`; see `unfinished`.
+        """
+        return None
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether part of a frame still has to be sent."""
+        return False
+
+    async def finish(self) -> None:
+        """Sends what is unfinished. Raises `StageLostError` if the connection is lost."""
+        await trio.lowlevel.checkpoint()
 
     @abstractmethod
     async def receive(self) -> Frame:
@@ -138,6 +157,7 @@ class SocketConnection(Connection):
         self._limits: Limits = HANDSHAKE_LIMITS
         self._sendable = True
         self._receivable = True
+        self._left: list[View] = []
         _tune(sock)
 
     def agree(self, encoding: str, limits: Limits) -> None:
@@ -159,6 +179,12 @@ class SocketConnection(Connection):
             buffers: list[View] = [head + payload]
         else:
             buffers = [head, payload] if payload else [head]
+        await self._send_all([*self._left, *buffers])
+        self._left = []
+        self._sendable = True
+        return len(head) + len(payload)
+
+    async def _send_all(self, buffers: list[View]) -> None:
         turn = 0
         try:
             while buffers:
@@ -168,8 +194,35 @@ class SocketConnection(Connection):
                 turn = await _share(turn + count)
         except OSError as error:
             raise StageLostError(f"{self.peer} is lost: {error}") from None
-        self._sendable = True
+
+    def send_at_once(self, frame: Frame) -> int | None:
+        rows = rows_of(frame.message)
+        if not self._sendable or self._left or self._secure:
+            return None
+        if rows is not None and (self._encoding != "float32" or rows.nbytes > AT_ONCE):
+            return None
+        began = trio.current_time() if self.packed is not None else 0.0
+        head, payload = pack(frame, self._encoding)
+        try:
+            count = _gather(self._socket, [head, payload] if payload else [head])
+        except OSError:  # no room, or the connection is lost: `send` will find out
+            return None
+        self.sent_at = trio.current_time()
+        if self.packed is not None:
+            self.packed(frame.message, began, self.sent_at, len(head) + len(payload))
+        self._left = _after([head, payload], count)
         return len(head) + len(payload)
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._left)
+
+    async def finish(self) -> None:
+        if self._sendable:
+            self._sendable = False
+            await self._send_all(self._left)
+            self._left = []
+            self._sendable = True
 
     async def receive(self) -> Frame:
         if not self._receivable:
