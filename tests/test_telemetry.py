@@ -32,6 +32,7 @@ from meshpipe.errors import ProtocolError, UsageError
 from meshpipe.messages import Record, Spans
 from meshpipe.pipeline import tracing
 from meshpipe.pipeline.sink import ReturnSink
+from meshpipe.serving.metrics import Metrics
 from meshpipe.telemetry.clocks import Offset, chain, estimate
 from meshpipe.telemetry.html import render, write_html
 from meshpipe.telemetry.live import LiveView
@@ -480,17 +481,24 @@ async def test_prometheus_reads_the_histograms(autojump_clock: object) -> None:
     assert samples["meshpipe_time_per_output_token_seconds_bucket", "", "0.25"] == 2
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
-    registry = prometheus_client.CollectorRegistry()
-    Histograms(registry)
-    known = {f"{family.name}_{part}" for family in registry.collect() for part in ("bucket", "sum", "count")}
+async def test_the_dashboard_asks_for_metrics_that_the_server_has(autojump_clock: object) -> None:
+    async with simulated(periodic()) as sim:
+        metrics = Metrics(sim.coordinator)
+        await sim.coordinator.complete(PROMPT, max_tokens=11)
+        metrics.answered([])
+    known = set()
+    for family in metrics.registry.collect():
+        parts = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}.get(family.type, ("",))
+        known |= {family.name + part for part in parts}
     dashboard = json.loads((Path(__file__).parent.parent / "examples" / "grafana.json").read_text())
-    asked = re.findall(
-        r"meshpipe_\w+", json.dumps([panel.get("targets", []) for panel in dashboard["panels"]])
-    )
-    ours = {name for name in asked if name.endswith(("_bucket", "_sum", "_count"))}
-    assert ours
-    assert ours <= known
+    for panel in dashboard["panels"]:
+        asked = re.findall(r"meshpipe_\w+", json.dumps(panel["targets"]))
+        assert asked
+        assert set(asked) <= known, panel["title"]
+    samples = {
+        sample.name: sample.value for family in metrics.registry.collect() for sample in family.samples
+    }
+    assert samples["meshpipe_time_to_first_token_seconds_count"] == 1
 
 
 async def test_opentelemetry_spans_and_metrics(autojump_clock: object) -> None:

@@ -13,6 +13,7 @@ import trio
 from meshpipe.cli.arguments import Commands, add_settings, command, configured
 from meshpipe.cli.pipelines import pipeline_of
 from meshpipe.cli.progress import shown
+from meshpipe.cli.trace import add_trace, recorded
 from meshpipe.configuration import Configured
 from meshpipe.errors import UsageError
 from meshpipe.portal import Opener
@@ -38,6 +39,7 @@ def add_commands(commands: Commands) -> None:
     )
     add_settings(parser, "pipeline", "engine", "speculation", "links", "security", "server")
     parser.add_argument("--json", action="store_true", help="say that it is ready as one JSON object")
+    add_trace(parser)
     parser.set_defaults(run=run)
 
 
@@ -49,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"the server needs {', '.join(missing)}: pip install 'meshpipe[server]'")
     found = configured(options)
     keys = (*options.api_key, *_keys_of(found.settings.api_key_file))
-    trio.run(_serve, shown(pipeline_of(found)), found, keys, options.json)
+    trio.run(_serve, shown(recorded(pipeline_of(found), options.trace)), found, keys, options.json)
     return 0
 
 

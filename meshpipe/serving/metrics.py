@@ -13,15 +13,17 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.pipeline.report import Report
+from meshpipe.telemetry.prometheus import Histograms
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 
 class Metrics:
-    """Counters of one server; gauges read the pipeline when they are asked for."""
+    """Counters of one server, and the pipeline's histograms; gauges read the pipeline when they are asked for."""
 
     def __init__(self, pipeline: Coordinator) -> None:
         self.registry = CollectorRegistry()
+        pipeline.observers.append(Histograms(self.registry))
 
         def counter(name: str, words: str, *labels: str) -> Counter:
             return Counter(f"meshpipe_{name}", words, labels, registry=self.registry)
