@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from attrs import evolve
+
 from meshpipe.actors.scope import owned_nursery
 from meshpipe.messages import StageDescriptor
 from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.pipeline.local import join_stages
-from meshpipe.pipeline.runner import SimulatedRunner
+from meshpipe.pipeline.runner import Drafter, SimulatedRunner
 from meshpipe.pipeline.sink import ReturnSink
 from meshpipe.pipeline.stage import Stage
 from meshpipe.pipeline.tracing import Tracer
@@ -68,6 +70,22 @@ def serial(target: Target, prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def guesser(target: Target, right: float, sure: float = 0.5) -> Drafter:
+    """Native MTP that is right with that probability at each token, and always as sure of it."""
+
+    def draft(tokens: Sequence[int], count: int) -> list[tuple[int, float]]:
+        line, drafts = list(tokens), []
+        for _ in range(count):
+            token = target(line)
+            if novel(line) % 1000 >= 1000 * right:
+                token = (token + 1) % (VOCABULARY - 1)
+            drafts.append((token, sure))
+            line.append(token)
+        return drafts
+
+    return draft
+
+
 class Simulated:
     """The pipeline, its stages, and what they run on."""
 
@@ -96,16 +114,20 @@ async def simulated(
     cost: tuple[tuple[int, float], ...] = COST,
     jitter: float = 0.0,
     vocabulary: FakeVocabulary | None = None,
+    drafter: Drafter | None = None,
+    draft_cost: float = 0.004,
     **options: Any,
 ) -> AsyncIterator[Simulated]:
-    """Opens a pipeline whose last stage says what `target` says; `options` are the coordinator's."""
-    runners = [
-        SimulatedRunner(
-            StageDescriptor("sim", (i, i + 1), stages, 8, VOCABULARY, lanes, context, cost),
-            target=target,
-        )
-        for i in range(stages)
+    """Opens a pipeline whose last stage says what `target` says; `options` are the coordinator's.
+
+    `drafter` stands for native MTP, at `draft_cost` seconds a token.
+    """
+    described = [
+        StageDescriptor("sim", (i, i + 1), stages, 8, VOCABULARY, lanes, context, cost) for i in range(stages)
     ]
+    if drafter is not None:
+        described[-1] = evolve(described[-1], mtp=1, draft_cost=draft_cost)
+    runners = [SimulatedRunner(descriptor, target, drafter) for descriptor in described]
     async with owned_nursery() as nursery:
         sink = ReturnSink()
         conditions = Conditions(delay=delay, jitter=jitter) if delay is not None else None
