@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from meshpipe.errors import UsageError
 from meshpipe.pipeline.coordinator import Completion, Coordinator
 from meshpipe.pipeline.report import Report
 from meshpipe.pipeline.session import Piece
@@ -111,8 +112,10 @@ class Generation:
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
-        """Known inside `async with`, and from the first piece on."""
-        return self._feed.started.result(0)
+        """Known inside `async with`, and from the first piece on. Raises UsageError before."""
+        if not self._feed.started.done():
+            raise UsageError("prompt_tokens is known once the request has begun: inside `async with`")
+        return self._feed.started.result()
 
     def __aiter__(self) -> Generation:
         return self
