@@ -81,7 +81,7 @@ async def served_simulated(
     """Real time: the stages' cost should be small."""
     async with (
         simulated(
-            target, vocabulary=Words(), **({"delay": None, "cost": ((1, 0.002), (63, 0.004))} | options)
+            target, **({"vocabulary": Words(), "delay": None, "cost": ((1, 0.002), (63, 0.004))} | options)
         ) as sim,
         served(sim.coordinator, queue=queue, keys=keys) as server,
     ):

@@ -103,8 +103,15 @@ def _generating(name: str, words: str, prefix: str, event: str, errors: list[int
     content = _content(f"{prefix}Answer") | {
         "text/event-stream": {
             "schema": {
-                "type": "string",
-                "description": f"With `stream`: lines `data: ` and a {event} or an ErrorAnswer; at last `data: [DONE]`",
+                "type": "object",
+                "description": "With `stream`, each event",
+                "required": ["data"],
+                "properties": {
+                    "data": {
+                        "type": "string",
+                        "description": f"JSON: a {event}, or an ErrorAnswer; at the end [DONE]",
+                    }
+                },
             }
         }
     }
