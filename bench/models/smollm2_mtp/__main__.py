@@ -13,13 +13,14 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("generate", help="let the model write the text to train on")
     command.add_argument("directory", type=Path)
-    command.add_argument("--tokens", type=int, default=1_000_000)
+    command.add_argument("--tokens", type=int, default=400_000)
     command.add_argument("--seed", type=int, default=1)
+    command.add_argument("--threads", type=int, default=2)
     command = commands.add_parser("train", help="train the block on that text")
     command.add_argument("directory", type=Path, nargs="+")
     command.add_argument("--block", type=Path, required=True, help="where to write the block")
     command.add_argument("--begin", type=Path, help="a block to go on from")
-    command.add_argument("--steps", type=int, default=300)
+    command.add_argument("--steps", type=int, default=2000)
     command.add_argument("--seed", type=int, default=1)
     command = commands.add_parser("evaluate", help="measure how often drafts are accepted, with llama.cpp")
     command.add_argument("--block", type=Path, help="default: the block of the sources")
@@ -33,7 +34,7 @@ def main() -> None:
     if options.command == "generate":
         from bench.models.smollm2_mtp.data import generate
 
-        generate(options.directory, options.tokens, options.seed)
+        generate(options.directory, options.tokens, options.seed, options.threads)
     if options.command == "train":
         from bench.models.smollm2_mtp.train import Settings, train
 

@@ -77,7 +77,7 @@ def widened(path: Path) -> Path:
     return path
 
 
-def generate(directory: Path, count: int, seed: int) -> None:
+def generate(directory: Path, count: int, seed: int, threads: int = 2) -> None:
     """Writes texts of `count` tokens in all, prompts included, into `directory`, and appends to what is there."""
     directory.mkdir(parents=True, exist_ok=True)
     model = Model(widened(directory / "wide.gguf"))
@@ -86,7 +86,7 @@ def generate(directory: Path, count: int, seed: int) -> None:
     draw = random.Random(f"{seed}-{done}")
     began, before = time.monotonic(), done
     lanes: list[Lane | None] = [None] * LANES
-    with Context(model, context=CONTEXT, lanes=LANES, batch=BATCH, threads=1) as context:
+    with Context(model, context=CONTEXT, lanes=LANES, batch=BATCH, threads=threads) as context:
         while done < count:
             rows: list[tuple[int, int]] = []  # lane, number of tokens
             used = 0
