@@ -188,7 +188,7 @@ async def converse(hello: Hello | None, key: bytes | None = None) -> str:
 
         async def answer() -> None:
             with pytest.raises(HandshakeError) as caught:
-                await receive_hello(far, key)
+                await receive_hello(far, lambda _: key)
             said.append(str(caught.value))
 
         nursery.start_soon(answer)
@@ -277,7 +277,7 @@ async def test_a_recorded_handshake_is_of_no_use() -> None:
         near, far = memory_pair(("caller", "answerer"))
 
         async def answer(far: object = far) -> None:
-            hello = await receive_hello(far, KEY)
+            hello = await receive_hello(far, lambda _: KEY)
             await welcome(far, hello)
 
         hello = evolve(HELLO, nonce=b"c" * 32)

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from meshpipe.cli import chat, config, demo, doctor, generate, models, serve, stage, trace
+from meshpipe.cli import chat, config, demo, doctor, generate, lock, models, serve, stage, trace
 from meshpipe.cli.arguments import Commands, Parser, checked
 from meshpipe.configuration.kinds import Choice
 from meshpipe.errors import MeshpipeError, StageLostError
@@ -73,6 +73,6 @@ def parser() -> argparse.ArgumentParser:
         help="debug, info, warning (default), error",
     )
     commands: Commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (generate, chat, serve, stage, models, trace, demo, doctor, config):
+    for module in (generate, chat, serve, stage, models, trace, demo, doctor, lock, config):
         module.add_commands(commands)
     return top

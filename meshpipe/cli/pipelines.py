@@ -53,6 +53,7 @@ def _connected(configured: Configured) -> Opener:
         chosen.model,
         lanes=chosen.lanes if configured.given("lanes") else 1,
         context=chosen.context if configured.given("context") else 1,
+        lock=chosen.topology_lock(),
         **_remote_options(chosen),
     )
 

@@ -55,6 +55,7 @@ def run(options: argparse.Namespace) -> int:
         conditions_upward=Conditions.parse(found.conditions_upward) if found.conditions_upward else None,
         heartbeat=found.links_heartbeat(),
         connect_deadline=found.connect_deadline,
+        lock=found.topology_lock(),
     )
     with nullcontext() if options.json else bars():
         path = slice_model(found.model, start, stop, mtp=found.mtp)

@@ -26,6 +26,7 @@ from meshpipe.speculation.ngram import KINDS, LIMITS, NgramConfig
 from meshpipe.speculation.policy import DEPTHS, WIDTHS
 from meshpipe.speculation.settings import MODES, MTP_MAX, Speculation
 from meshpipe.topology.layout import ACTIVATIONS
+from meshpipe.topology.lock import Lock, read_lock
 from meshpipe.wire.conditions import Conditions
 from meshpipe.wire.endpoints import WARM_UP
 from meshpipe.wire.link import Heartbeat
@@ -108,6 +109,19 @@ class Configuration:
     )
     max_round_trip: float | None = _setting(
         "pipeline", SECONDS, "seconds of a round trip above which no pipeline is formed", unset="any"
+    )
+
+    resume_deadline: float = _setting(
+        "pipeline",
+        SECONDS,
+        "seconds that requests wait for a lost stage, or another in its place",
+        RESUME_DEADLINE,
+    )
+    queue_deadline: float = _setting(
+        "pipeline", SECONDS, "seconds that a new request waits while a stage is lost", QUEUE_DEADLINE
+    )
+    max_round_trip: float | None = _setting(
+        "pipeline", SECONDS, "with topology: seconds that a round trip over the stages may take"
     )
 
     lanes: int = _setting("engine", Integer(1, 255), "sessions at a time", 1)
@@ -200,6 +214,17 @@ class Configuration:
     key_file: str | None = _setting(
         "security", File(), "a key that both sides share, 16 random bytes or more"
     )
+    coordinator_key_file: str | None = _setting(
+        "security",
+        Text("FILE"),
+        "a key of coordinators, the first and the last stage: who has only the other one opens no sessions",
+    )
+    coordinators: tuple[str, ...] | None = _setting(
+        "security", Many(Text("NAME")), "names in the certificates of those who may open sessions"
+    )
+    lock: str | None = _setting(
+        "security", Text("FILE"), "accept only the stages that `meshpipe lock` has recorded"
+    )
 
     layers: str | None = _setting("stage", Text("A:B", "15:30"), "first layer, and the one after the last")
     listen: str = _setting(
@@ -266,9 +291,25 @@ class Configuration:
             server = server_context(self.tls_cert, self.tls_key, self.tls_ca)
         if self.tls_ca is not None:
             client = client_context(self.tls_ca, self.tls_cert, self.tls_key)
+        if self.coordinators is not None and (server is None or self.tls_ca is None):
+            raise UsageError(
+                "coordinators are told by their certificates: set tls_cert, tls_key and tls_ca too"
+            )
+        if self.coordinator_key_file is not None and self.key_file is None:
+            raise UsageError("coordinator_key_file is besides key_file, the stages' own: set both")
         return Security(
-            key=shared_key(self.key_file) if self.key_file is not None else None, server=server, client=client
+            key=shared_key(self.key_file) if self.key_file is not None else None,
+            server=server,
+            client=client,
+            coordinator_key=(
+                shared_key(self.coordinator_key_file) if self.coordinator_key_file is not None else None
+            ),
+            coordinators=frozenset(self.coordinators) if self.coordinators is not None else None,
         )
+
+    def topology_lock(self) -> Lock | None:
+        """What `meshpipe lock` has recorded. Raises UsageError."""
+        return read_lock(self.lock) if self.lock is not None else None
 
     def spawn_conditions(self) -> Conditions | None:
         """What `delay_ms` puts on every link."""

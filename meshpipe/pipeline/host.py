@@ -38,6 +38,7 @@ from meshpipe.pipeline.runner import Runner
 from meshpipe.pipeline.stage import UPWARD, Inlet, Nothing, Route, RouteLost, Sender, Stage, stage_mailbox
 from meshpipe.pipeline.tracing import send_spans
 from meshpipe.telemetry.spans import LinkSpans, Recorder
+from meshpipe.topology.lock import Lock, check_stage
 from meshpipe.wire.conditions import Conditions
 from meshpipe.wire.connections import Connection
 from meshpipe.wire.endpoints import STEADY, WARM_UP, Address, Call, connect, connect_link, serve
@@ -114,6 +115,7 @@ class StageHost:
 
     `conditions` are suffered by what this stage sends to other hosts (for experiments on one machine);
     `conditions_upward` by what it sends up its link. `connect_deadline`: seconds to reach the next stage.
+    `lock`: what this stage and the next have to be.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class StageHost:
         conditions_upward: Conditions | None = None,
         heartbeat: Heartbeat = HEARTBEAT,
         connect_deadline: float = WARM_UP,
+        lock: Lock | None = None,
     ) -> None:
         self.runner = runner
         self.security = security
@@ -132,6 +135,7 @@ class StageHost:
         self.conditions_upward = conditions_upward
         self.heartbeat = heartbeat
         self.connect_deadline = connect_deadline
+        self.lock = lock
         self.draining = False
         self._mailbox = stage_mailbox()
         self.stage = Stage(self._mailbox, runner)
@@ -163,6 +167,10 @@ class StageHost:
     async def _answer(self, call: Call) -> None:
         if self.draining:
             raise HandshakeError("this stage is shutting down: call another one")
+        if call.hello.stage == 0:
+            for connection in (call.data, call.control):
+                if connection is not None:
+                    self.security.check_coordinator(connection.names)
         if call.control is None:
             await self._return_stream(call)
         else:
@@ -173,6 +181,13 @@ class StageHost:
     async def _route(self, call: Call) -> None:
         descriptor, hello = self.runner.descriptor, call.hello
         check_hello(hello, descriptor)
+        if (hello.stage == 0) != (descriptor.layers[0] == 0):
+            raise HandshakeError(
+                f"stage {hello.stage} was called; layers from {descriptor.layers[0]} are here"
+            )
+        if self.lock is not None:
+            onward = hello.route[0] if hello.route else None
+            check_stage(self.lock, descriptor, onward, hello.activation)
         is_last = descriptor.layers[1] == descriptor.layer_count
         if is_last and hello.route:
             raise HandshakeError(
@@ -298,6 +313,8 @@ class StageHost:
     async def _return_stream(self, call: Call) -> None:
         """Direct: the coordinator has opened a return stream to this, its last stage."""
         held = self._routes.get(call.hello.pipeline)
+        if call.hello.stage != 0:
+            raise HandshakeError("a return stream is the coordinator's")
         if held is None or held.incarnation != call.hello.incarnation:
             raise HandshakeError(f"pipeline {call.hello.pipeline} has no route through this stage")
         await call.accept()

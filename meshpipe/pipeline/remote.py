@@ -31,6 +31,7 @@ from meshpipe.pipeline.tracing import RemoteTracer
 from meshpipe.pipeline.way import Way
 from meshpipe.telemetry.spans import COORDINATOR, LinkSpans, Recorder
 from meshpipe.topology.layout import StagePlace, Topology, read_topology
+from meshpipe.topology.lock import Lock, check_descriptors, check_places
 from meshpipe.wire.conditions import Conditions
 from meshpipe.wire.endpoints import STEADY, WARM_UP, Address, connect_link
 from meshpipe.wire.link import HEARTBEAT, Heartbeat, Link
@@ -57,6 +58,7 @@ async def open_remote(
     heartbeat: Heartbeat = HEARTBEAT,
     connect_deadline: float = WARM_UP,
     places: Callable[[], Sequence[StagePlace]] | None = None,
+    lock: Lock | None = None,
 ) -> AsyncIterator[Coordinator]:
     """Joins stages that are running already, and joins them again when one is lost (`meshpipe.pipeline.failover`).
 
@@ -67,7 +69,7 @@ async def open_remote(
     stage, and to try each return route, the first time. `stall_deadline`, `resume_deadline`, `queue_deadline`: see
     `Coordinator`.
     `max_round_trip`: seconds that a round trip may take when the pipeline is formed. `places` gives the stages'
-    places of the moment, where they move.
+    places of the moment, where they move. `lock`: nothing else is joined than what it says.
 
     Raises StageLostError for a stage that cannot be reached or is too far, HandshakeError naming what does not
     agree, and UsageError when no file with the vocabulary is known.
@@ -85,7 +87,15 @@ async def open_remote(
             way, sink = Way(), ReturnSink()
             least = _Least(model_digest, lanes, context)
             joining = _Joining(
-                topology.activation, security, listen_host, direct, heartbeat, connect_deadline, sink, least
+                topology.activation,
+                security,
+                listen_host,
+                direct,
+                heartbeat,
+                connect_deadline,
+                sink,
+                least,
+                lock,
             )
             failover = Failover(
                 way, places or (lambda: topology.stages), joining.join, max_round_trip=max_round_trip
@@ -143,6 +153,7 @@ class _Joining:
     connect_deadline: float
     sink: ReturnSink
     least: _Least
+    lock: Lock | None = None
     lost: Callable[[int, str], None] = lambda stage, reason: None
     name: str = field(factory=partial(secrets.token_hex, 8))
     recorder: Recorder = field(factory=Recorder)
@@ -178,12 +189,16 @@ class _Joining:
             activation=self.activation,
             incarnation=attempt.incarnation,
         )
+        if self.lock is not None:
+            check_places(self.lock, places, self.activation)
         async with AsyncExitStack() as connections, owned_nursery() as carriers:
             address = Address.parse(places[0].address)
             data, control, answer = await connect_link(address, hello, self.security, patience)
             connections.push_async_callback(data.aclose)
             connections.push_async_callback(control.aclose)
             _check_route(places, answer.descriptors)
+            if self.lock is not None:
+                check_descriptors(self.lock, answer.descriptors)
             first = Link(
                 f"{self.name} first",
                 self.sink,

@@ -17,6 +17,7 @@ import outcome
 import trio
 from attrs import evolve, field, frozen
 
+from meshpipe import __version__
 from meshpipe.errors import EngineError
 from meshpipe.llama.engine import Aborted, Span, StageEngine
 from meshpipe.llama.sampling import Sampler
@@ -150,6 +151,7 @@ class LlamaRunner:
             most_rows=engine.decodes.most,
             fingerprint=engine.fingerprint,
             instance=secrets.token_hex(8),
+            version=__version__,
             mtp=engine.mtp.heads if engine.mtp is not None else 0,
             draft_cost=engine.draft_cost,
         )

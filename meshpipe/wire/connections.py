@@ -49,6 +49,11 @@ class Connection(ABC):
         self.packed: Packed | None = None
         self.received_at = self.sent_at = trio.current_time()
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Whom the peer's certificate, if it had to show one, is for."""
+        return frozenset()
+
     @abstractmethod
     async def send(self, frame: Frame) -> int:
         """Sends a frame and returns its size in bytes. Raises `StageLostError` if the connection is lost."""
@@ -159,6 +164,16 @@ class SocketConnection(Connection):
         self._receivable = True
         self._left: list[View] = []
         _tune(sock)
+
+    @property
+    def names(self) -> frozenset[str]:
+        certificate = self._socket.getpeercert() if isinstance(self._socket, ssl.SSLSocket) else None
+        if not certificate:
+            return frozenset()
+        alternative: Any = certificate.get("subjectAltName", ())
+        subject: Any = certificate.get("subject", ())
+        common = [value for part in subject for key, value in part if key == "commonName"]
+        return frozenset([*common, *(value for _, value in alternative)])
 
     def agree(self, encoding: str, limits: Limits) -> None:
         self._encoding = encoding

@@ -65,7 +65,7 @@ async def connect(
     try:
         with trio.fail_after(deadline):
             connection = await _reach(address, security)
-            return connection, await greet(connection, hello, security.key)
+            return connection, await greet(connection, hello, security.key_for(hello.stage))
     except trio.TooSlowError:
         await _close(connection)
         raise StageLostError(f"{address} did not answer within {deadline:g} s") from None
@@ -216,7 +216,7 @@ async def _answer(
     try:
         with trio.fail_after(deadline):
             connection = await _accept(stream, security)
-            hello = await receive_hello(connection, security.key)
+            hello = await receive_hello(connection, security.key_for)
             if hello.role == "return":
                 return Call(hello, connection, None)
             if hello.role == "data":

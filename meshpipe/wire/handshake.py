@@ -14,6 +14,7 @@ proven that it knows the key. A side that has a key never goes on without the ot
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable
 
 from attrs import evolve
 
@@ -68,8 +69,10 @@ async def greet(connection: Connection, hello: Hello, key: bytes | None = None) 
     return answer
 
 
-async def receive_hello(connection: Connection, key: bytes | None = None) -> Hello:
+async def receive_hello(connection: Connection, key_for: Callable[[int], bytes | None]) -> Hello:
     """The answerer's side, up to the point where it has to say `welcome` or `refuse`.
+
+    `key_for` gives the shared key, if there is one, by the stage that the caller calls for.
 
     Raises `HandshakeError`, after telling the caller, if the caller speaks another version, asks for what does
     not exist or does not know the key.
@@ -89,7 +92,7 @@ async def receive_hello(connection: Connection, key: bytes | None = None) -> Hel
             raise HandshakeError(
                 f"activation type: the caller has {hello.activation!r}, this side knows {', '.join(ENCODINGS)}"
             )
-        if key is not None:
+        if (key := key_for(hello.stage)) is not None:
             await _prove(connection, hello, key)
     except HandshakeError as error:
         await refuse(connection, str(error))

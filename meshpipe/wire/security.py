@@ -16,7 +16,7 @@ from pathlib import Path
 
 from attrs import frozen
 
-from meshpipe.errors import UsageError
+from meshpipe.errors import HandshakeError, UsageError
 
 NONCE_SIZE = 32
 KEY_SIZE = 16
@@ -25,11 +25,29 @@ KEY_SIZE = 16
 
 @frozen(repr=False)
 class Security:
-    """How connections are secured. `server` and `client` are used for accepting and for connecting."""
+    """How connections are secured. `server` and `client` are used for accepting and for connecting.
+
+    Who may open sessions, if not everybody that may connect: with `coordinator_key`, who knows that key (the first
+    and the last stage have to know it too, the others need not); with `coordinators`, who shows a certificate for
+    one of these names.
+    """
 
     key: bytes | None = None
     server: ssl.SSLContext | None = None
     client: ssl.SSLContext | None = None
+    coordinator_key: bytes | None = None
+    coordinators: frozenset[str] | None = None
+
+    def key_for(self, stage: int) -> bytes | None:
+        """The key of a handshake in which a coordinator (who calls for stage 0) or another stage calls."""
+        return self.coordinator_key if stage == 0 and self.coordinator_key is not None else self.key
+
+    def check_coordinator(self, names: frozenset[str]) -> None:
+        """Whether a caller whose certificate has these names may open sessions. Raises HandshakeError."""
+        if self.coordinators is not None and not names & self.coordinators:
+            raise HandshakeError(
+                f"the caller's certificate is for {', '.join(sorted(names)) or 'nobody'}, which may not open sessions"
+            )
 
 
 OPEN = Security()
