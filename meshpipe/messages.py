@@ -307,7 +307,8 @@ class StageDescriptor:
     seen not to depend on the rows it shares a decode with; `most_rows` bounds the rows of one decode. `mtp`
     counts the NextN heads with which a last stage drafts, 0: it does not; `draft_cost` are its seconds a draft.
     `fingerprint` is a digest of the bits that fixed rows gave at load: stages of the same layers that agree in it
-    compute alike. `instance` names the process: after a restart it is another one, and the caches are empty. `version` is meshpipe's there.
+    compute alike. `instance` names the process: after a restart it is another one, and the caches are empty.
+    `version` is meshpipe's there.
     """
 
     model_digest: str

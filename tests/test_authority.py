@@ -85,22 +85,20 @@ async def test_a_handshake_that_is_replayed_is_refused() -> None:
 
     near.send = overheard  # type: ignore[method-assign]
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(receive_hello, far, lambda _: KEY)
+
+        async def answer() -> None:
+            await receive_hello(far, lambda _: KEY)
+            await far.aclose()
+
+        nursery.start_soon(answer)
         with pytest.raises(StageLostError):
-            with trio.move_on_after(5):
-                nursery.start_soon(closed_later, far)
-                await greet(near, Hello("p"), KEY)
+            await greet(near, Hello("p"), KEY)
     assert [type(frame.message) for frame in said] == [Hello, Proof]
     near, far = memory_pair(capacity=8)
     for frame in said:
         await near.send(frame)
     with pytest.raises(HandshakeError, match="does not know the shared key"):
         await receive_hello(far, lambda _: KEY)
-
-
-async def closed_later(connection: object) -> None:
-    await trio.testing.wait_all_tasks_blocked(0.01)
-    await connection.aclose()  # type: ignore[attr-defined]
 
 
 async def test_a_handshake_in_another_order_is_refused() -> None:
@@ -135,7 +133,7 @@ async def test_a_lock_lets_nothing_else_pass(tmp_path: Path) -> None:
                 pass
         # The stages hold to it by themselves.
         m.hosts[0].lock = evolve(lock, stages=(first, evolve(last, addresses=("a:1",))))
-        with pytest.raises(HandshakeError, match="next stage at .*: the lock has it at a:1"):
+        with pytest.raises(HandshakeError, match="the lock has it at a:1"):
             async with open_remote(m.topology, FakeVocabulary()):  # type: ignore[arg-type]
                 pass
         for wrong in ((evolve(first, version="9"),), (evolve(first, model_digest="9"),), (last,)):

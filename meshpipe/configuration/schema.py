@@ -111,19 +111,6 @@ class Configuration:
         "pipeline", SECONDS, "seconds of a round trip above which no pipeline is formed", unset="any"
     )
 
-    resume_deadline: float = _setting(
-        "pipeline",
-        SECONDS,
-        "seconds that requests wait for a lost stage, or another in its place",
-        RESUME_DEADLINE,
-    )
-    queue_deadline: float = _setting(
-        "pipeline", SECONDS, "seconds that a new request waits while a stage is lost", QUEUE_DEADLINE
-    )
-    max_round_trip: float | None = _setting(
-        "pipeline", SECONDS, "with topology: seconds that a round trip over the stages may take"
-    )
-
     lanes: int = _setting("engine", Integer(1, 255), "sessions at a time", 1)
     context: int = _setting("engine", Integer(1, MOST_TOKENS), "tokens of a lane", 4096)
     threads: int = _setting("engine", Integer(1, 512), "threads of a stage", 1)
