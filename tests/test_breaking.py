@@ -30,11 +30,20 @@ from meshpipe.llama import tap
 from meshpipe.llama.options import EngineOptions
 from meshpipe.llama.sampling import check
 from meshpipe.llama.vocabulary import Vocabulary
-from meshpipe.messages import Hello, OpenSession, Reply, SessionFailed, SessionOpened, StageDescriptor, Window
+from meshpipe.messages import (
+    Hello,
+    OpenSession,
+    Proposal,
+    Reply,
+    SessionFailed,
+    SessionOpened,
+    StageDescriptor,
+    Window,
+)
 from meshpipe.pipeline import returns
 from meshpipe.pipeline.remote import open_remote
 from meshpipe.pipeline.runner import Job, Result, SimulatedRunner
-from meshpipe.pipeline.session import session_mailbox
+from meshpipe.pipeline.session import Cancel, session_mailbox
 from meshpipe.pipeline.sink import ReturnSink
 from meshpipe.pipeline.stage import Arrival, Route, RouteLost, Sender, Stage, stage_mailbox
 from meshpipe.pipeline.way import Way
@@ -444,6 +453,13 @@ def test_a_tap_that_does_not_load_is_done_without(tmp_path: Path, monkeypatch: p
     broken.write_bytes(b"not a library")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     assert tap.compiled.__wrapped__() is None
+
+
+async def test_a_cancellation_finds_room_however_many_proposals_there_are() -> None:
+    mailbox = session_mailbox()
+    while mailbox.ref.try_send(Proposal(1, 0, 0, ())):
+        pass
+    assert mailbox.ref.try_send(Cancel())
 
 
 async def test_a_session_that_has_ended_keeps_no_news_from_the_others() -> None:

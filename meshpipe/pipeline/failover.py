@@ -185,10 +185,11 @@ def check_successors(before: Sequence[StageDescriptor], now: Sequence[StageDescr
     The handshake has seen to model, lanes and context.
     """
     for stage, (old, new) in enumerate(zip(before, now, strict=True)):
-        if new.layers != old.layers or new.most_rows < old.most_rows:
+        if new.layers != old.layers or new.most_rows < old.most_rows or new.mtp < old.mtp:
             error = HandshakeError(
-                f"stage {stage} cannot take over: it has layers {new.layers[0]}:{new.layers[1]} and decodes of up "
-                f"to {new.most_rows} rows, the one before had {old.layers[0]}:{old.layers[1]} and {old.most_rows}"
+                f"stage {stage} cannot take over: it has layers {new.layers[0]}:{new.layers[1]}, decodes of up to "
+                f"{new.most_rows} rows and {new.mtp} NextN heads, the one before had "
+                f"{old.layers[0]}:{old.layers[1]}, {old.most_rows} and {old.mtp}"
             )
             error.stage = stage
             raise error

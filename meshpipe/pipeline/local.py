@@ -100,6 +100,7 @@ async def open_local(
             loaded = await trio.to_thread.run_sync(partial(StageEngine, path, probe=True, mtp=mtp, **engine))
             opened.callback(loaded.close)
             runners.append(LlamaRunner(loaded))
+            opened.callback(runners[-1].close_all)
         vocabulary = await trio.to_thread.run_sync(Vocabulary, slices[0])
         opened.callback(vocabulary.close)
         async with owned_nursery() as nursery:

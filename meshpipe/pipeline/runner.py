@@ -168,6 +168,11 @@ class LlamaRunner:
         if sampler is not None:
             sampler.close()
 
+    def close_all(self) -> None:
+        """Ends whatever sessions are open."""
+        for lane in list(self._samplers):
+            self.close(lane)
+
     def length(self, lane: int) -> int:
         """See `Runner.length`."""
         return self._engine.length(lane)

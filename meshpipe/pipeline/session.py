@@ -108,12 +108,18 @@ class WayChanged:
 SessionMessage = Reply | Progress | SessionOpened | SessionFailed | Proposal | Cancel | Reroute | WayChanged
 
 
+QUEUES = ("urgent", "control", "replies")
+
+
 def session_mailbox() -> Mailbox[SessionMessage]:
     """Replies are bounded by the windows in flight; the bound only keeps a mad peer from filling memory."""
-    return Mailbox({"control": 64, "replies": 4096}, sort=_queue_of)
+    return Mailbox({"urgent": 64, "control": 64, "replies": 4096}, sort=_queue_of)
 
 
 def _queue_of(message: SessionMessage) -> str:
+    """Cancellation and news of the way find room however many proposals there are."""
+    if isinstance(message, (Cancel, Reroute, WayChanged)):
+        return "urgent"
     return "replies" if isinstance(message, (Reply, Progress, SessionOpened)) else "control"
 
 
@@ -228,7 +234,7 @@ class Session(Actor[SessionMessage]):
         if scope.cancelled_caught:
             await self._heard_nothing()
             return
-        for message in (*self.mailbox.take("control"), *self.mailbox.take("replies")):
+        for message in [message for queue in QUEUES for message in self.mailbox.take(queue)]:
             await self.dispatch(message.message if isinstance(message, Ask) else message)
             if self._ledger.finished is not None:
                 return
@@ -522,7 +528,7 @@ class Session(Actor[SessionMessage]):
                 async with trio.open_nursery() as nursery:
 
                     async def interrupt() -> None:
-                        await self.mailbox.wait("control")
+                        await self.mailbox.wait("urgent", "control")
                         nursery.cancel_scope.cancel()
 
                     nursery.start_soon(interrupt)
