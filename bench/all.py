@@ -16,7 +16,7 @@ from typing import Any
 
 from bench import report
 
-NAMES = ("latency", "frontier", "topology", "concurrency", "workloads", "overhead")
+NAMES = ("latency", "frontier", "topology", "concurrency", "workloads", "serving", "overhead")
 ROOT = Path(__file__).parent.parent
 
 

@@ -17,6 +17,7 @@ from meshpipe.cli.trace import add_trace, recorded
 from meshpipe.configuration import Configured
 from meshpipe.errors import UsageError
 from meshpipe.portal import Opener
+from meshpipe.topology.layout import read_topology
 
 
 def add_commands(commands: Commands) -> None:
@@ -72,6 +73,9 @@ async def _serve(open_pipeline: Opener, found: Configured, keys: tuple[str, ...]
     from meshpipe.serving.server import open_listener, serve
 
     chosen = found.settings
+    addresses: tuple[str, ...] = ()
+    if chosen.topology is not None:
+        addresses = tuple(place.address for place in read_topology(chosen.topology).stages)
     listener = open_listener(chosen.host, chosen.port)  # a wrong address is said before a model is loaded
     async with open_pipeline() as pipeline:
         service = Service(
@@ -80,6 +84,7 @@ async def _serve(open_pipeline: Opener, found: Configured, keys: tuple[str, ...]
             chosen.speculation_settings(),
             chosen.queue,
             keys,
+            addresses,
         )
         host, port = listener.getsockname()[:2]
         ended = trio.Event()
