@@ -10,6 +10,7 @@ import pytest
 from bench.models.smollm2_mtp import assemble
 from bench.models.smollm2_mtp.block import quantize
 from bench.models.smollm2_mtp.contexts import Context, Model
+from bench.models.smollm2_mtp.evaluate import evaluate
 from bench.models.smollm2_mtp.express import halves
 from meshpipe.llama.gguf import read_header
 from meshpipe.llama.vocabulary import Vocabulary
@@ -107,3 +108,11 @@ def test_trained_as_it_is_run(smollm2: Path, tmp_path: Path) -> None:
     # as many.
     for ours, theirs in ((found.numpy(), expected), (last.numpy(), chained[0])):
         assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.1 * theirs.std()
+
+
+@pytest.mark.slow
+def test_the_block_was_trained(smollm2: Path) -> None:
+    """An untrained one is right about once in a hundred."""
+    counts = evaluate(assemble(), 24, each=1, kinds={"math", "roleplay"})
+    assert {kind: count.anchors for kind, count in counts.items()} == {"math": 22, "roleplay": 22}
+    assert sum(count.accepted[0] for count in counts.values()) > 0.2 * 44

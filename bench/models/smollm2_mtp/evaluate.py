@@ -9,7 +9,7 @@ token is taken.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -61,17 +61,19 @@ class Count:
         return f"{' '.join(shares)}   {sum(self.accepted) / max(self.anchors, 1):5.2f} {self.anchors:7}"
 
 
-def evaluate(path: Path, count: int, each: int, threads: int = 2) -> dict[str, Count]:
+def evaluate(
+    path: Path, count: int, each: int, threads: int = 2, kinds: Collection[str] | None = None
+) -> dict[str, Count]:
     """Acceptance by kind of text: the `workloads` prompts, answered greedily, and open questions, sampled.
 
-    The model writes `count` tokens to each of the first `each` prompts of a kind.
+    The model writes `count` tokens to each of the first `each` prompts of a kind; `kinds` are all by default.
     """
     vocabulary = Vocabulary(path)
     prompts = [(kind, chat(vocabulary, text), 0.0) for kind, text in held_out()]
     prompts += [("sampled at 0.8", chat(vocabulary, question), 0.8) for question in QUESTIONS]
     found: dict[str, list[tuple[str, tuple[int, ...], float]]] = {}
     for prompt in prompts:
-        if len(prompt[1]) <= LONGEST:
+        if len(prompt[1]) <= LONGEST and (kinds is None or prompt[0] in kinds):
             found.setdefault(prompt[0], []).append(prompt)
     prompts = sorted((p for some in found.values() for p in some[:each]), key=lambda p: len(p[1]))
     room = max(len(tokens) for _, tokens, _ in prompts) + count + DRAFTS
