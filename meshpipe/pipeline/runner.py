@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("meshpipe.runner")
 
-LEAST_DRAFT = 0.1
+LEAST_DRAFT = 0.05
 """A chain of native MTP ends before the guess that makes it less probable than that: it would not be sent."""
 _FEED_FROM = 64  # positions by which MTP may lag behind before it is fed without being asked for drafts
 

@@ -257,7 +257,10 @@ class Pace:
         """Seconds of the slowest stage, and those by which a divergence in this window becomes known later.
 
         Single rows would bring the news earlier: they wait for the slowest stage too, but not for the others.
+        Where only one window may be in flight, it costs a whole round trip.
         """
+        if self.depth == 1:
+            return self.pipe.latency(width)
         slowest, single = self.pipe.slowest(width), self.pipe.slowest(1)
         late = (self.pipe.latency(width) - slowest) - (self.pipe.latency(1) - single)
         return slowest + (survival[0] - survival[width - 1]) * late
