@@ -21,7 +21,8 @@ from simulated import periodic, serial
 from test_facades import QUICK, pipe
 
 from meshpipe import blocking
-from meshpipe.cli import chat, main, parser
+from meshpipe.cli import chat, main
+from meshpipe.cli.commands import parser
 from meshpipe.errors import StageLostError
 from meshpipe.pipeline.session import Piece
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshpipe.cli import main, parser
+from meshpipe.cli import main
 from meshpipe.cli.arguments import configured, flags_of
+from meshpipe.cli.commands import parser
 from meshpipe.cli.config import as_toml
 from meshpipe.cli.pipelines import pipeline_of
 from meshpipe.configuration import configure, groups, settings

@@ -1,48 +1,17 @@
-"""The command line: `main` runs one command, and turns what went wrong into one line and an exit code."""
+"""The command line. `commands` has them all; importing it takes long enough for Ctrl-C to be pressed meanwhile."""
 
 from __future__ import annotations
 
-import argparse
-import logging
 import signal
-import sys
 from collections.abc import Sequence
-
-from meshpipe.cli import chat, config, demo, doctor, generate, lock, models, serve, stage, trace
-from meshpipe.cli.arguments import Commands, Parser, checked
-from meshpipe.configuration.kinds import Choice
-from meshpipe.errors import MeshpipeError, StageLostError
-
-EXIT_CODES = """\
-exit codes:
-  0    done
-  1    a check that was asked for failed
-  2    wrong arguments, files or peers; one line on standard error says which and why
-  3    a stage was lost or could not be reached: the same command may work later
-  130  interrupted
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     try:
-        options = parser().parse_args(arguments)
-        logging.basicConfig(
-            level=options.log.upper(),
-            format="%(asctime)s %(name)s %(levelname)s %(message)s",
-            stream=sys.stderr,
-        )
-        code: int = options.run(options)
-        return code
-    except StageLostError as error:
-        print(f"meshpipe: {error}", file=sys.stderr)
-        return 3
-    except MeshpipeError as error:
-        print(f"meshpipe: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader of our output has had enough
-        sys.stderr.close()
-        return 0
+        from meshpipe.cli.commands import run
+
+        return run(arguments)
     except BaseException as error:
         if _is_interrupt(error):
             return 128 + signal.SIGINT
@@ -55,24 +24,3 @@ def _is_interrupt(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) or (
         subgroup is not None and subgroup(KeyboardInterrupt) is not None
     )
-
-
-def parser() -> argparse.ArgumentParser:
-    """All commands with their arguments."""
-    top = Parser(
-        prog="meshpipe",
-        description="Run one large language model over machines that are far apart.",
-        epilog=f"examples:\n  meshpipe demo\n  meshpipe generate --help\n\n{EXIT_CODES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    top.add_argument(
-        "--log",
-        type=checked(Choice(("debug", "info", "warning", "error"))),
-        default="warning",
-        metavar="LEVEL",
-        help="debug, info, warning (default), error",
-    )
-    commands: Commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (generate, chat, serve, stage, models, trace, demo, doctor, lock, config):
-        module.add_commands(commands)
-    return top
