@@ -236,6 +236,9 @@ async def test_overload_is_told_when_to_come_back() -> None:
             for _ in range(5):
                 nursery.start_soon(ask)
         assert sorted(statuses) == [200, 200, 429, 429, 429]
+        async with both.served.client() as client:
+            answer = await client.post("/v1/completions", json=ASK | {"n": 3})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
         both.sim.assert_nothing_is_left()
 
 

@@ -52,7 +52,11 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"the server needs {', '.join(missing)}: pip install 'meshpipe[server]'")
     found = configured(options)
     keys = (*options.api_key, *_keys_of(found.settings.api_key_file))
-    trio.run(_serve, shown(recorded(pipeline_of(found), options.trace)), found, keys, options.json)
+    topology = found.settings.topology
+    places = read_topology(topology).stages if topology is not None else ()
+    addresses = tuple(place.address for place in places)
+    opener = shown(recorded(pipeline_of(found), options.trace))
+    trio.run(_serve, opener, found, keys, addresses, options.json)
     return 0
 
 
@@ -68,14 +72,13 @@ def _keys_of(path: str | None) -> list[str]:
     return keys
 
 
-async def _serve(open_pipeline: Opener, found: Configured, keys: tuple[str, ...], as_json: bool) -> None:
+async def _serve(
+    open_pipeline: Opener, found: Configured, keys: tuple[str, ...], addresses: tuple[str, ...], as_json: bool
+) -> None:
     from meshpipe.serving.app import Service, application
     from meshpipe.serving.server import open_listener, serve
 
     chosen = found.settings
-    addresses: tuple[str, ...] = ()
-    if chosen.topology is not None:
-        addresses = tuple(place.address for place in read_topology(chosen.topology).stages)
     listener = open_listener(chosen.host, chosen.port)  # a wrong address is said before a model is loaded
     async with open_pipeline() as pipeline:
         service = Service(

@@ -75,6 +75,10 @@ class Service:
     def admitted(self, count: int) -> Iterator[None]:
         """Room for so many generations, while the block lasts. Raises ApiError if there is none."""
         most = self.pipeline.lanes.count + self.queue
+        if count > most:
+            raise ApiError(
+                400, f"{count} generations are asked for; this server takes at most {most}.", param="n"
+            )
         if self.generations + count > most:
             wait = (
                 self._seconds * (self.generations - self.pipeline.lanes.count + 1) / self.pipeline.lanes.count
