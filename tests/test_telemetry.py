@@ -41,7 +41,7 @@ from meshpipe.telemetry.overlap import analyse
 from meshpipe.telemetry.perfetto import read_trace, write_trace
 from meshpipe.telemetry.plot import write_plot
 from meshpipe.telemetry.prometheus import Histograms
-from meshpipe.telemetry.spans import SPAN_BYTES, Kind, Recorder, Span, pack_spans, unpack_spans
+from meshpipe.telemetry.spans import NAMES, SPAN_BYTES, Kind, Recorder, Span, pack_spans, unpack_spans
 from meshpipe.telemetry.trace import Outcome, Trace, Track, flights
 
 PROMPT = [at % 7 for at in range(30)]
@@ -681,3 +681,34 @@ async def test_spans_nobody_asked_for_are_not_kept() -> None:
     kept = tracer._heard.get(0, [])
     assert sum(len(piece.data) for piece in kept) <= tracing.CAPACITY * SPAN_BYTES
     assert 7 not in tracer._heard
+
+
+def test_work_in_vain_counts_a_broken_off_decode_once() -> None:
+    """Two windows of 1 and 3 rows shared a decode of 40 ms that was broken off; a right one took 60 ms before."""
+    trace = Trace(stages=1)
+    spans = [
+        *(
+            Span(Kind.DISPATCH, 0.0, 0.0, session=1, window=at, value=rows)
+            for at, rows in enumerate((2, 1, 3))
+        ),
+        Span(Kind.COMPUTE, 0.0, 0.06, 0, 1, 0, 0, 2, 2),
+        *(Span(Kind.ABORT, 0.06, 0.10, 0, 1, 0, at, 4, rows) for at, rows in ((1, 1), (2, 3))),
+        Span(Kind.COMMIT, 0.08, 0.08, session=1, window=0, value=2, detail=1),
+    ]
+    trace.join([Track(spans, False, Offset())], ())
+    found = analyse(trace)
+    assert found is not None
+    (work,) = found.work
+    assert (work.decodes, work.aborted, work.stale_run, work.dropped) == (2, 2, 0, 0)
+    assert work.in_vain == pytest.approx(0.04)
+    assert work.busy == pytest.approx(1.0)
+    assert found.outcomes["stale"] == 2
+    assert "(40% of that in vain)" in found.bottleneck
+
+
+def test_every_name_is_in_the_documented_table() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "telemetry.md").read_text()
+    for name in NAMES:
+        cells = (f"`{name.name}`", name.where, name.meaning, name.value, name.detail)
+        assert f"| {' | '.join(cells)} |" in page
+    assert [name.kind for name in NAMES] == list(Kind)

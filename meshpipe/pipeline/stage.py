@@ -472,8 +472,9 @@ class Stage(Actor[StageMessage]):
             results: list[Result] | MeshpipeError | None = await self._runner.run(jobs)
         except Aborted:
             self.counters.aborted += 1
+            ended, rows = trio.current_time(), sum(queued.window.width for queued in runnable)
             for queued in runnable:
-                queued.record(Kind.ABORT, began, trio.current_time(), queued.window.width)
+                queued.record(Kind.ABORT, began, ended, rows, queued.window.width)
             results = None
         except MeshpipeError as error:
             results = error

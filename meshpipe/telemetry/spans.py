@@ -78,7 +78,7 @@ NAMES = tuple(
         Kind.DISPATCH: ("session", "a verify window went out (an instant)", "rows", "position of the first"),
         Kind.QUEUE: ("stage", "from a window's arrival to the begin of its decode", "rows", ""),
         Kind.COMPUTE: ("stage", "the decode that ran the window", "rows of the decode", "rows of the window"),
-        Kind.ABORT: ("stage", "a decode that was broken off: all of it had become stale", "rows", ""),
+        Kind.ABORT: ("stage", "a decode broken off: all of it was stale", "rows of the decode", "rows of the window"),
         Kind.DROP: ("stage, link", "a stale window waited, and was dropped unrun", "rows", "1 on the link"),
         Kind.SERIALIZE: ("link", "making a frame of a window or reply", "bytes", "1 for a reply"),
         Kind.WRITE: ("link", "handing the frame to the network; never one that failed", "bytes", "1 for a reply"),
