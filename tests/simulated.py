@@ -7,16 +7,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import trio
 from attrs import evolve
 
 from meshpipe.actors.scope import owned_nursery
-from meshpipe.messages import StageDescriptor
+from meshpipe.llama.draft import Drafted
+from meshpipe.messages import Sampling, StageDescriptor
 from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.pipeline.local import join_stages
 from meshpipe.pipeline.runner import Drafter, SimulatedRunner
 from meshpipe.pipeline.sink import ReturnSink
 from meshpipe.pipeline.stage import Stage
 from meshpipe.pipeline.tracing import Tracer
+from meshpipe.speculation.run_ahead import DraftJob
 from meshpipe.telemetry.spans import Recorder
 from meshpipe.wire import Conditions
 
@@ -86,6 +89,57 @@ def guesser(target: Target, right: float, sure: float = 0.5) -> Drafter:
     return draft
 
 
+class SimulatedDrafter:
+    """Drafts what `target` says except where `lie(position)`; `seconds` of trio's clock a token, less to catch up.
+
+    Fails the test if it is asked to run above its cache, or for a lane that no session has.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        seconds: float = 0.005,
+        lie: Callable[[int], bool] = lambda position: False,
+        context: int = 4096,
+        turn: int = 1,
+    ) -> None:
+        self.context = context
+        self.drafted = 0
+        self.closed = False
+        self.lanes: set[int] = set()
+        self._target, self._seconds, self._lie, self._turn = target, seconds, lie, turn
+        self._caches: dict[int, list[int]] = {}
+
+    def open(self, lane: int, sampling: Sampling) -> None:
+        self.lanes.add(lane)
+
+    def close_lane(self, lane: int) -> None:
+        self.lanes.remove(lane)
+
+    def close(self) -> None:
+        self.closed = True
+
+    async def run(self, jobs: Sequence[DraftJob]) -> tuple[list[Drafted], float]:
+        assert len({job.lane for job in jobs}) == len(jobs)
+        found, seconds = [], 0.0
+        for job in jobs:
+            assert job.lane in self.lanes
+            cache = self._caches.setdefault(job.lane, [])
+            assert job.start <= len(cache)
+            cache[job.start :] = job.tokens
+            tokens: list[int] = []
+            for _ in range(min(job.most, self._turn)):
+                cache += tokens[-1:]
+                token = self._target(cache)
+                tokens.append(token ^ 1 if self._lie(len(cache)) else token)
+            self.drafted += len(tokens)
+            seconds = max(seconds, self._seconds * (max(len(tokens), 1) + len(job.tokens) / 16))
+            found.append(Drafted(tuple(tokens), (0.9,) * len(tokens)))
+        await trio.sleep(seconds)
+        return found, seconds
+
+
 class Simulated:
     """The pipeline, its stages, and what they run on."""
 
@@ -116,11 +170,12 @@ async def simulated(
     vocabulary: FakeVocabulary | None = None,
     drafter: Drafter | None = None,
     draft_cost: float = 0.004,
+    small: SimulatedDrafter | None = None,
     **options: Any,
 ) -> AsyncIterator[Simulated]:
     """Opens a pipeline whose last stage says what `target` says; `options` are the coordinator's.
 
-    `drafter` stands for native MTP, at `draft_cost` seconds a token.
+    `drafter` stands for native MTP, at `draft_cost` seconds a token, `small` for every draft model.
     """
     described = [
         StageDescriptor("sim", (i, i + 1), stages, 8, VOCABULARY, lanes, context, cost) for i in range(stages)
@@ -143,4 +198,5 @@ async def simulated(
             **options,
             tracer=Tracer(recorder, stages),
         )
+        coordinator.proposers.load = lambda *_: small  # type: ignore[assignment, return-value]
         yield Simulated(coordinator, actors)

@@ -24,7 +24,7 @@ from meshpipe.pipeline.children import READY_DEADLINE
 from meshpipe.pipeline.coordinator import QUEUE_DEADLINE, RESUME_DEADLINE, STALL_DEADLINE
 from meshpipe.speculation.ngram import KINDS, LIMITS, NgramConfig
 from meshpipe.speculation.policy import DEPTHS, WIDTHS
-from meshpipe.speculation.settings import MODES, MTP_MAX, Speculation
+from meshpipe.speculation.settings import MODES, MTP_MAX, THREADS, Speculation
 from meshpipe.topology.layout import ACTIVATIONS
 from meshpipe.topology.lock import Lock, read_lock
 from meshpipe.wire.conditions import Conditions
@@ -167,6 +167,12 @@ class Configuration:
         Integer(*MTP_MAX),
         "tokens that native MTP drafts at a time",
         _default(Speculation, "mtp_max"),
+    )
+    draft: str | None = _setting(
+        "speculation", Text("FILE"), "a small model with the same vocabulary, to run ahead of the model"
+    )
+    draft_threads: int = _setting(
+        "speculation", Integer(*THREADS), "threads of the draft model", _default(Speculation, "draft_threads")
     )
     ngram_kind: Literal["suffix", "cache"] = _setting(
         "speculation", Choice(KINDS), "index of the text at hand", _default(NgramConfig, "kind")

@@ -115,6 +115,11 @@ class Sampler:
         return self._sampling.logprobs > 0
 
     @property
+    def remembers(self) -> bool:
+        """Whether a pick depends on the tokens before it other than through the logits."""
+        return self._penalties is not None
+
+    @property
     def _penalizes(self) -> bool:
         s = self._sampling
         return s.penalty_last_n > 0 and (

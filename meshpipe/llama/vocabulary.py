@@ -15,6 +15,8 @@ from meshpipe.errors import ModelError, UsageError
 from meshpipe.llama.gguf import read_header
 from meshpipe.llama.options import EngineOptions
 
+_UNUSED = 1 << 1  # LLAMA_TOKEN_ATTR_UNUSED
+
 
 class Vocabulary:
     """The tokenizer of a model file or of a first stage's slice; loads no weights. Not thread-safe."""
@@ -71,6 +73,15 @@ class Vocabulary:
             if size >= 0:
                 return buffer.raw[:size]
             room = -size
+
+    def raw(self, token: int) -> str:
+        """The token as the file spells it; for comparing vocabularies."""
+        found = llama_cpp.llama_vocab_get_text(self.pointer, token)
+        return found.decode("utf-8", "replace") if found else ""
+
+    def unused(self, token: int) -> bool:
+        """Whether the file says that the token is padding."""
+        return bool(llama_cpp.llama_vocab_get_attr(self.pointer, token) & _UNUSED)
 
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """The text of whole tokens; bytes that are no UTF-8 become U+FFFD."""

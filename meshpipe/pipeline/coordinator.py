@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import trio
 from attrs import frozen
 
-from meshpipe.actors import supervise
+from meshpipe.actors import Ref, supervise
 from meshpipe.errors import ActorGoneError, EngineError, MeshpipeError, StageLostError, UsageError
 from meshpipe.llama.sampling import check as check_sampling
 from meshpipe.llama.vocabulary import TextStream, Vocabulary
 from meshpipe.messages import CloseSession, OpenSession, Sampling, SessionFailed, StageDescriptor
 from meshpipe.pipeline.credits import CreditScheduler
 from meshpipe.pipeline.lanes import Lanes
+from meshpipe.pipeline.proposer import Proposers, Told, draft_loader
 from meshpipe.pipeline.report import Report
 from meshpipe.pipeline.session import (
     Cancel,
@@ -36,6 +39,7 @@ from meshpipe.pipeline.stage import Sender
 from meshpipe.pipeline.stops import StopStrings
 from meshpipe.pipeline.tracing import Tracer
 from meshpipe.pipeline.way import Way
+from meshpipe.speculation.composite import Calibration
 from meshpipe.speculation.ledger import Ledger, Limits
 from meshpipe.speculation.ngram import SharedStore
 from meshpipe.speculation.policy import CostCurve, Pipe
@@ -172,6 +176,8 @@ class Coordinator:
         )
         self.observers = self._around.observers
         self._queue_deadline = queue_deadline
+        self.proposers = Proposers(nursery, sink, draft_loader(vocabulary, self.lanes.count, self.context))
+        self._calibrations: defaultdict[str | Path, Calibration] = defaultdict(dict)  # by draft model
         self._nursery = nursery
         self._shared = shared
         self._numbers = count(secrets.randbits(40) << 20)
@@ -228,6 +234,7 @@ class Coordinator:
         waiting = trio.CancelScope()  # for a lane
 
         async def run() -> None:
+            proposer = await self._proposer(speculation)
             with waiting:
                 await self.way.wait_up(self._queue_deadline)
                 lease = await self.lanes.lease(tokens, reuse=reuse)
@@ -243,6 +250,8 @@ class Coordinator:
                 text=TextStream(self.vocabulary),
                 exact=self.exact,
                 shared=self._shared,
+                proposer=proposer,
+                calibration=self._calibrations[speculation.draft] if speculation and speculation.draft else None,
             )
             self.sink.register(number, mailbox.ref)
             try:
@@ -360,6 +369,12 @@ class Coordinator:
         self.pipe.replace(_curves(descriptors), link)
         if not same_caches:
             self.lanes.forget()
+
+    async def _proposer(self, speculation: Speculation | None) -> Ref[Told] | None:
+        """The proposer that runs ahead, if one was asked for. Raises what loading it raises."""
+        if speculation is None or speculation.draft is None:
+            return None
+        return await self.proposers.get(speculation.draft, speculation.draft_threads)
 
     def _tokenize(
         self, prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from attrs import asdict, define, field, frozen
 
-from meshpipe.speculation.ledger import Counters
+from meshpipe.speculation.ledger import Counters, Tally
 
 
 @frozen
 class SourceReport:
-    """Of one proposer: tokens sent in windows, tokens judged by a commit at their position, tokens accepted."""
+    """Of one proposer: tokens sent in windows, tokens judged by a commit at their position, tokens accepted.
+
+    Of one that computes beside the pipe also the tokens that it `made`, sent or not, and the `seconds` that these
+    took (of a decode shared by several sessions, an equal part).
+    """
 
     drafted: int
     judged: int
     accepted: int
+    made: int = 0
+    seconds: float = 0.0
 
     @property
     def acceptance(self) -> float | None:
@@ -110,15 +116,24 @@ class Stopwatch:
         self.commits.append((now, tokens))
 
     def report(
-        self, now: float, counters: Counters, *, prompt: int, cached: int, reason: str, exact: bool
+        self,
+        now: float,
+        counters: Counters,
+        *,
+        prompt: int,
+        cached: int,
+        reason: str,
+        exact: bool,
+        made: Mapping[str, tuple[int, float]],
     ) -> Report:
-        """The report of a session that ended at `now`."""
+        """The report of a session that ended at `now`; `made` is what proposers computed: tokens and seconds."""
         count = sum(tokens for _, tokens in self.commits)
         first = self.commits[0][0] if self.commits else now
         last = self.commits[-1][0] if self.commits else now
         # What the first commit brought was not decoded one by one: it does not count towards the rate.
         later = count - (self.commits[0][1] if self.commits else 0)
         span = last - first
+        sources = dict.fromkeys(made, Tally()) | counters.sources
         return Report(
             prompt_tokens=prompt,
             cached_tokens=cached,
@@ -136,8 +151,8 @@ class Stopwatch:
             reroutes=counters.reroutes,
             resumes=counters.resumes,
             sources={
-                name: SourceReport(tally.dispatched, tally.judged, tally.accepted)
-                for name, tally in counters.sources.items()
+                name: SourceReport(tally.dispatched, tally.judged, tally.accepted, *made.get(name, ()))
+                for name, tally in sources.items()
             },
             survival=tuple(
                 (distance, tally.judged, tally.accepted)

@@ -24,7 +24,7 @@ from typing import Protocol
 import trio
 from attrs import define, evolve, field, frozen
 
-from meshpipe.actors import Actor, Ask, Mailbox, handles
+from meshpipe.actors import Actor, Ask, Mailbox, Ref, handles
 from meshpipe.errors import CapacityError, EngineError, MeshpipeError, StageLostError
 from meshpipe.messages import (
     CloseSession,
@@ -40,11 +40,13 @@ from meshpipe.messages import (
     Window,
 )
 from meshpipe.pipeline.credits import CreditScheduler
+from meshpipe.pipeline.following import Following
 from meshpipe.pipeline.lanes import Lanes, Lease, prefix_digest
+from meshpipe.pipeline.proposer import Told
 from meshpipe.pipeline.report import Report, Stopwatch
 from meshpipe.pipeline.stops import StopStrings
 from meshpipe.pipeline.way import Way
-from meshpipe.speculation.composite import MTP, Composite
+from meshpipe.speculation.composite import MTP, Calibration, Composite
 from meshpipe.speculation.drafting import Drafting
 from meshpipe.speculation.ledger import Commit, Ledger
 from meshpipe.speculation.ngram import NgramProposer, SharedStore
@@ -135,6 +137,8 @@ class Request:
     text: Text
     exact: bool
     shared: SharedStore | None = None
+    proposer: Ref[Told] | None = None
+    calibration: Calibration | None = None
 
 
 @frozen
@@ -177,7 +181,7 @@ class Session(Actor[SessionMessage]):
         speculation = request.speculation
         speculates = speculation.mode != "off"
         ngram = NgramProposer(speculation.ngram, request.shared) if speculation.uses_ngram else None
-        self._composite = Composite(self._ledger, ngram)
+        self._composite = Composite(self._ledger, ngram, calibration=request.calibration)
         self._pace = Pace(
             around.pipe,
             width=speculation.width,
@@ -191,6 +195,16 @@ class Session(Actor[SessionMessage]):
             always=speculation.mode != "auto",
         )
         self._drafts: dict[int, Reply] = {}  # replies with drafts that have not retired, by window number
+        self._following: Following | None = None
+        if request.proposer is not None:
+            self._following = Following(
+                request.proposer,
+                self._ledger,
+                self._composite,
+                self._pace,
+                request.lease.lane,
+                request.sampling,
+            )
         self._fixed_depth = speculation.depth != "auto"
         self._ledger.credits = 1_000_000  # the pace and the scheduler decide
         self._stops = StopStrings(request.stops)
@@ -212,15 +226,20 @@ class Session(Actor[SessionMessage]):
         """Until the last token, a failure or a cancellation; frees the lane on every stage in any case."""
         try:
             await self._open(self._request.lease.cached)
-            await self._refill()
+            await self._refill()  # the prompt is on its way before time is spent on indexing it
+            self._composite.update()
             while self._ledger.finished is None:
-                await self._handle_next()
                 await self._refill()
+                if self._following is not None:
+                    self._following.tell()
+                await self._handle_next()
             self._finish()
         except MeshpipeError as error:
             self._output.failure = error
         finally:
             self._credits.close()
+            if self._following is not None:
+                self._following.close()
             self._output.channel.close()
             self._record(Kind.SESSION, 0, self._ledger.generated, self._watch.began)
             await self._leave()
@@ -303,6 +322,8 @@ class Session(Actor[SessionMessage]):
 
     def _restart(self) -> None:
         """What was in flight is lost."""
+        if self._following is not None:
+            self._following.cut()
         self._pace.restart()
         self._credits.drop_all()
         self._sent.clear()
@@ -386,7 +407,10 @@ class Session(Actor[SessionMessage]):
     @handles(Proposal)
     async def proposed(self, proposal: Proposal) -> None:
         """A proposer that computes has an answer."""
-        self._composite.offer(proposal)
+        if self._following is not None:
+            self._following.offered(proposal)
+        else:
+            self._composite.offer(proposal)
 
     @handles(Reroute)
     async def rerouted(self, reroute: Reroute) -> None:
@@ -411,7 +435,10 @@ class Session(Actor[SessionMessage]):
             self._prefilling.clear()
         if commit.discard is not None:
             self._around.first.try_send(commit.discard)
-        self._pace.retired(commit.number, self._composite.update())
+        verdict = self._composite.update()
+        self._pace.retired(commit.number, verdict)
+        if verdict.rejected and self._following is not None:
+            self._following.cut()
         self._offer_drafts(commit)
         if commit.diverged:
             self._pace.restart()
@@ -464,6 +491,7 @@ class Session(Actor[SessionMessage]):
             cached=self._request.lease.cached,
             reason=reason,
             exact=self._exact,
+            made=self._following.made if self._following is not None else {},
         )
         for observer in self._around.observers:
             observer.finished(report)

@@ -1,4 +1,4 @@
-"""The return sink: where the last stage's replies, and every stage's complaints, come in."""
+"""The return sink: where the last stage's replies, every stage's complaints, and late proposals come in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from meshpipe.actors import Ref
 from meshpipe.errors import ActorGoneError
-from meshpipe.messages import Echo, Progress, Reply, SessionFailed, SessionOpened, Spans
+from meshpipe.messages import Echo, Progress, Proposal, Reply, SessionFailed, SessionOpened, Spans
 from meshpipe.pipeline.session import SessionMessage
 
 
@@ -65,7 +65,7 @@ class ReturnSink:
         if isinstance(message, Spans):
             self.on_spans(message)
             return []
-        if not isinstance(message, (Reply, Progress, SessionOpened, SessionFailed, Echo)):
+        if not isinstance(message, (Reply, Progress, SessionOpened, SessionFailed, Echo, Proposal)):
             raise TypeError(f"a return sink does not take {type(message).__name__}")
         if message.session is None:
             if self.on_lost is None:

@@ -15,8 +15,8 @@ Every guess is judged by the commit at its position, whether it was dispatched o
 and *level*; a guess after a wrong one is not judged. So a tail's rejection never counts against the prefix,
 and a source that is not asked to dispatch still shows when it becomes good again. The level of an n-gram
 guess is the binary order of its agreeing context (1, 2-3, 4-7, …). That of a prefix source's token is the tenth
-in which its own probability lies, so that what a source believes is corrected by how often it was right; if it
-gives none, the token's place in the proposal.
+in which its own probability lies, so that what a source believes is corrected by how often it was right
+(`Calibration`); if it gives none, the token's place in the proposal.
 """
 
 from __future__ import annotations
@@ -68,6 +68,11 @@ class Acceptance:
         self._all = self._all * keep + 1
 
 
+Calibration = dict[tuple[str, int], Acceptance]
+"""Acceptance by source and level. That of a source that gives probabilities belongs to it and the target, not to a
+text: sessions share it, so that a new one need not learn it again."""
+
+
 @frozen
 class Guess:
     """A token expected at a position, who says so, and how often guesses like it are right."""
@@ -82,6 +87,7 @@ class Composite:
 
     ngram: the session's n-gram proposer, with nothing committed yet; None to go without.
     ahead: tokens after the last dispatched one that are kept ready; at least the widest window.
+    calibration: of the sources that give probabilities; shared with other sessions.
 
     Call `update` once with the prompt in the ledger, and after every `Ledger.receive`.
     """
@@ -91,8 +97,16 @@ class Composite:
     NGRAM_PRIORS = (0.20, 0.30, 0.45, 0.65, 0.85, 0.95, 0.98, 0.99)
     PREFIX_PRIOR = 0.5
 
-    def __init__(self, ledger: Ledger, ngram: NgramProposer | None = None, *, ahead: int = 32) -> None:
-        self.acceptance: dict[tuple[str, int], Acceptance] = {}
+    def __init__(
+        self,
+        ledger: Ledger,
+        ngram: NgramProposer | None = None,
+        *,
+        ahead: int = 32,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.acceptance: Calibration = {}
+        self._calibration: Calibration = {} if calibration is None else calibration
         self._ledger = ledger
         self._ngram = ngram
         self._ahead = ahead
@@ -169,6 +183,24 @@ class Composite:
                 survival.append(sure)
         return survival
 
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """The committed tokens and guesses at positions `[start, stop)`; fewer where nothing is guessed yet."""
+        frontier = self._ledger.frontier
+        committed = list(self._ledger.committed[start : min(stop, frontier)])
+        return committed + [
+            guess.token for guess in self._line[max(start - frontier, 0) : max(stop - frontier, 0)]
+        ]
+
+    def reach(self, least: float) -> int:
+        """The position up to which the guesses are all right with a probability of `least` or more."""
+        sure, position = 1.0, self._ledger.frontier
+        for guess in self._line:
+            sure *= guess.acceptance.rate
+            if sure < least:
+                break
+            position += 1
+        return position
+
     def dispatch(self, width: int) -> Window | None:
         """Hand the ledger what it lacks for a window of `width` tokens, and take that window from it."""
         ledger = self._ledger
@@ -200,17 +232,14 @@ class Composite:
         """`believed`: the source's own probability of the token, if it gave one."""
         if believed:
             level = min(max(int(believed[0] * 10), 0), 9)
-        seen = self.acceptance.get((source, level))
-        if seen is None:
-            prior = (level + 0.5) / 10 if believed else self.PREFIX_PRIOR
-            seen = Acceptance(self.NGRAM_PRIORS[level] if source == NGRAM else prior)
-            self.acceptance[source, level] = seen
-        return seen
+            return self._calibration.setdefault((source, level), Acceptance((level + 0.5) / 10, 2.0, 128.0))
+        prior = self.NGRAM_PRIORS[level] if source == NGRAM else self.PREFIX_PRIOR
+        return self.acceptance.setdefault((source, level), Acceptance(prior))
 
     def summary(self) -> dict[str, tuple[int, int]]:
-        """By source: guesses judged and guesses accepted."""
+        """By source: guesses judged and guesses accepted (by all sessions that share the calibration)."""
         totals: dict[str, tuple[int, int]] = {}
-        for (source, _), seen in self.acceptance.items():
+        for (source, _), seen in (self.acceptance | self._calibration).items():
             judged, accepted = totals.get(source, (0, 0))
             totals[source] = (judged + seen.judged, accepted + seen.accepted)
         return totals

@@ -258,6 +258,11 @@ class Ledger:
         return len(self._committed) - self._prompt_length
 
     @property
+    def end(self) -> int:
+        """The number of committed tokens at which `max_tokens` or the context ends the session."""
+        return self._end
+
+    @property
     def optimistic(self) -> tuple[int, ...]:
         """The suffix: tokens from the frontier on that are dispatched or proposed but not committed."""
         return tuple(draft.token for draft in self._suffix)

@@ -191,8 +191,8 @@ class Pace:
         self.width = width
         self.depth = depth
         self.adaptive = AdaptiveWidth(max_width)
+        self.least = least
         self._max_depth = max_depth
-        self._least = least
         self._in_flight: deque[_Sent] = deque()
 
     @property
@@ -207,6 +207,11 @@ class Pace:
             return self.in_flight >= self.depth
         work = sum(window.work for window in self._in_flight)
         return self.in_flight >= self._max_depth or work >= self.pipe.room(1) * (1 - 1e-9)
+
+    @property
+    def widest(self) -> int:
+        """Most rows of the next window, whatever is known."""
+        return self.adaptive.limit if self.width == "auto" else self.width
 
     def next_width(self, survival: Sequence[float]) -> int:
         """Rows of the window to send now, 0 to send none yet.
@@ -246,7 +251,7 @@ class Pace:
         widest = min(self.adaptive.limit, len(survival))
         best, best_rate = 0, 0.0
         for width, commits in enumerate(accumulate(survival[:widest]), 1):
-            if survival[width - 1] < self._least:
+            if survival[width - 1] < self.least:
                 break
             rate = commits / self._price(width, survival)
             if rate > best_rate:

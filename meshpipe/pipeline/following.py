@@ -1,0 +1,100 @@
+"""A session's side of a proposer that runs ahead: what it tells it, and what it makes of the answers.
+
+The proposer is told of what it cannot know: tokens that the model corrected or chose freely, tokens that another
+source had dispatched, and how far to go. Its limit is what has been dispatched and a reserve of one window more:
+the pipe takes what fills it, so the proposer is as far ahead as the pipe is long, and no further. It is asked for
+nothing while the line is too unsure to be sent, nor while other sources keep the reserve full.
+
+What does not fit (a proposal was lost, or crossed with what was dispatched) cuts the line, and the proposer begins
+again at the last position that both agree on.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from meshpipe.actors import Ref
+from meshpipe.errors import ActorGoneError
+from meshpipe.messages import CloseSession, Follow, OpenSession, Proposal, Sampling
+from meshpipe.pipeline.proposer import Told
+from meshpipe.speculation.composite import Composite
+from meshpipe.speculation.ledger import Ledger
+from meshpipe.speculation.policy import Pace
+
+
+class Following:
+    """One session's proposer. `made`: by source, the tokens that it proposed and the seconds that it computed."""
+
+    def __init__(
+        self,
+        proposer: Ref[Told],
+        ledger: Ledger,
+        composite: Composite,
+        pace: Pace,
+        lane: int,
+        sampling: Sampling,
+    ) -> None:
+        self.made: dict[str, tuple[int, float]] = {}
+        self._proposer = proposer
+        self._ledger = ledger
+        self._composite = composite
+        self._pace = pace
+        self._line = 0  # how often it was cut
+        self._known = 0  # positions up to which the proposer knows the line
+        self._last: Follow | None = None
+        self._gone = not self._send(OpenSession(ledger.session, lane, sampling))
+
+    def offered(self, proposal: Proposal) -> None:
+        """Gives the session's composite what came in time."""
+        made, seconds = self.made.get(proposal.source, (0, 0.0))
+        self.made[proposal.source] = made + len(proposal.tokens), seconds + proposal.seconds
+        if proposal.line != self._line:
+            return
+        self._composite.offer(proposal)
+        stop = proposal.start + len(proposal.tokens)
+        if self._composite.tokens(proposal.start, stop) == list(proposal.tokens):
+            self._known = max(self._known, stop)
+        else:
+            self.cut()
+
+    def cut(self) -> None:
+        """What follows the last committed token but one is not what the proposer thinks, or may not be."""
+        self._line += 1
+        self._known = min(self._known, self._ledger.frontier - 1)
+
+    def tell(self) -> None:
+        """Sends the proposer what it does not know yet, and the new limit, if there is need to."""
+        ledger, last = self._ledger, self._last
+        if self._gone or ledger.finished is not None:
+            return
+        end = max(self._known, ledger.horizon)
+        tokens = tuple(self._composite.tokens(self._known, end))
+        message = Follow(ledger.session, ledger.epoch, self._line, self._known, tokens, self._limit(end))
+        if last is not None and not tokens and (message.epoch, message.line) == (last.epoch, last.line):
+            busy = end + self._reserve // 2 < last.limit <= message.limit
+            if busy or last.limit == message.limit:
+                return
+        if self._send(message):
+            self._known, self._last = end, message
+
+    def close(self) -> None:
+        """The session has ended."""
+        self._send(CloseSession(self._ledger.session))
+
+    @property
+    def _reserve(self) -> int:
+        return max(4, self._pace.widest)
+
+    def _limit(self, end: int) -> int:
+        """Position below which tokens are wanted."""
+        ledger = self._ledger
+        sure = self._composite.reach(self._pace.least)
+        if sure < end or sure - ledger.horizon >= self._reserve:
+            return end
+        return min(ledger.horizon + self._reserve, ledger.end - 1)
+
+    def _send(self, message: Told) -> bool:
+        with suppress(ActorGoneError):
+            return self._proposer.try_send(message)
+        self._gone = True
+        return False

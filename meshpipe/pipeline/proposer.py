@@ -1,0 +1,233 @@
+"""The proposer actor: drafts ahead of all sessions that use it, on the coordinator's machine.
+
+Sessions tell it their lines (`Follow`), it answers with Proposals to their mailboxes. It drafts as long as a session's
+limit allows and never waits for an answer: what is told meanwhile is looked at after each job, which is short, so
+that what it goes on with is not stale. Sessions that want a token at the same time get it from one decode where
+the engine can do that. A line that has to be caught up with first (a prompt) goes in bounded jobs, in turn with
+drafting.
+
+Nothing depends on a proposer: when it fails, that is logged, and its sessions go on without.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import chain, count
+from pathlib import Path
+from typing import Protocol
+
+import trio
+from attrs import define, field
+
+from meshpipe.actors import Actor, Mailbox, Ref, handles, supervise
+from meshpipe.errors import MeshpipeError
+from meshpipe.llama.draft import Drafted, DraftModel
+from meshpipe.llama.vocabulary import Vocabulary
+from meshpipe.messages import CloseSession, Follow, OpenSession, Proposal, Sampling
+from meshpipe.pipeline.stage import Sender
+from meshpipe.speculation.run_ahead import DraftJob, RunAhead
+
+log = logging.getLogger("meshpipe.proposer")
+
+CATCH_UP_ROWS = 32
+"""Tokens of one job that catches up with a line: short enough not to hold drafting up for long."""
+
+TURN = 0.005
+"""Seconds of drafting between two looks at the mailbox; at least one token."""
+
+Told = OpenSession | Follow | CloseSession
+
+
+class Drafter(Protocol):
+    """What a proposer computes with: a draft model in a thread, or a simulated one on a virtual clock."""
+
+    @property
+    def context(self) -> int:
+        """Positions that a lane has room for."""
+
+    def open(self, lane: int, sampling: Sampling) -> None:
+        """A session with these settings begins on the lane."""
+
+    def close_lane(self, lane: int) -> None:
+        """The session on the lane has ended."""
+
+    async def run(self, jobs: Sequence[DraftJob]) -> tuple[list[Drafted], float]:
+        """Runs jobs of different lanes; what each one brought, and the seconds that it took. Raises EngineError."""
+
+    def close(self) -> None:
+        """Frees what it holds."""
+
+
+class ThreadedDrafter:
+    """A `DraftModel` in one worker thread at a time."""
+
+    def __init__(self, model: DraftModel) -> None:
+        self._model = model
+        self._thread = trio.CapacityLimiter(1)
+        self.context = model.context
+        self.open = model.open
+        self.close_lane = model.close_lane
+        self.close = model.close
+
+    async def run(self, jobs: Sequence[DraftJob]) -> tuple[list[Drafted], float]:
+        """See `Drafter.run`."""
+        return await trio.to_thread.run_sync(self._run, jobs, limiter=self._thread)
+
+    def _run(self, jobs: Sequence[DraftJob]) -> tuple[list[Drafted], float]:
+        began = time.perf_counter()
+        return self._model.run(jobs, TURN), time.perf_counter() - began
+
+
+def proposer_mailbox() -> Mailbox[Told]:
+    """All in one queue: a session's messages are to be taken in order."""
+    return Mailbox({"told": 4096}, sort=lambda _: "told")
+
+
+class Proposer(Actor[Told]):
+    """Drafts for sessions with `drafter`; proposals of `source` go to `sink`, which knows the sessions."""
+
+    def __init__(self, mailbox: Mailbox[Told], drafter: Drafter, sink: Sender, source: str) -> None:
+        super().__init__(mailbox)
+        self._drafter = drafter
+        self._sink = sink
+        self._source = source
+        self._lanes: dict[int, RunAhead] = {}  # those of sessions that have ended too, for their caches
+        self._sessions: dict[int, RunAhead] = {}
+        self._spent: dict[int, float] = {}  # by session: seconds that no proposal has told of yet
+        self._catch_up_next = False
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await self.mailbox.wait()
+            await self._listen()
+            while jobs := self._jobs():
+                try:
+                    drafted, seconds = await self._drafter.run(jobs)
+                except MeshpipeError as error:
+                    log.warning("%s proposer: sessions go on without: %s", self._source, error)
+                    for job in jobs:
+                        self._drop(job.session)
+                    continue
+                await self._listen()
+                for job, found in zip(jobs, drafted, strict=True):
+                    self._propose(job, found, seconds / len(jobs))
+
+    async def _listen(self) -> None:
+        for message in self.mailbox.take("told"):
+            await self.dispatch(message)
+
+    @handles(OpenSession)
+    async def opened(self, message: OpenSession) -> None:
+        """A session begins, on its lane if that is free here; its cache may hold the head of the prompt."""
+        taken = {ahead.lane for ahead in self._sessions.values()}
+        lane = next(lane for lane in chain((message.lane,), count()) if lane not in taken)
+        before = self._lanes.get(lane)
+        self._drafter.open(lane, message.sampling)
+        self._sessions[message.session] = self._lanes[lane] = RunAhead(
+            message.session,
+            lane,
+            self._drafter.context,
+            tokens=before.tokens if before is not None else [],
+            cached=before.cached if before is not None else 0,
+        )
+        self._spent[message.session] = 0.0
+
+    @handles(Follow)
+    async def told(self, message: Follow) -> None:
+        """How a session's line goes."""
+        if message.session in self._sessions:
+            self._sessions[message.session].follow(message)
+
+    @handles(CloseSession)
+    async def closed(self, message: CloseSession) -> None:
+        """A session has ended."""
+        self._drop(message.session)
+
+    def _drop(self, session: int) -> None:
+        self._spent.pop(session, None)
+        ended = self._sessions.pop(session, None)
+        if ended is not None:
+            self._drafter.close_lane(ended.lane)
+
+    def _jobs(self) -> list[DraftJob]:
+        """All that draft next, by lane; or one that catches up. Where there are both, in turn."""
+        ready = [ahead.job(CATCH_UP_ROWS) for ahead in self._sessions.values()]
+        drafting = [job for job in ready if job is not None and job.most]
+        behind = [job for job in ready if job is not None and not job.most]
+        if behind and (self._catch_up_next or not drafting):
+            self._catch_up_next = False
+            return behind[:1]
+        self._catch_up_next = True
+        return sorted(drafting, key=lambda job: job.lane)
+
+    def _propose(self, job: DraftJob, drafted: Drafted, seconds: float) -> None:
+        """Says what still continues the session's line."""
+        ahead = self._sessions.get(job.session)
+        if ahead is None:
+            return
+        self._spent[job.session] += seconds
+        count = ahead.ran(job, drafted.tokens)
+        if not count:
+            return
+        proposal = Proposal(
+            job.session,
+            ahead.epoch,
+            len(ahead.tokens) - count,
+            drafted.tokens[-count:],
+            self._source,
+            drafted.probabilities[-count:],
+            ahead.line,
+            self._spent[job.session],
+        )
+        if self._sink.try_send(proposal):  # else the session misses it, and tells its line anew
+            self._spent[job.session] = 0.0
+
+
+Load = Callable[[str | Path, int], Drafter]
+"""Loads the draft model of a path with a number of threads; blocks. Raises MeshpipeError."""
+
+
+def draft_loader(vocabulary: Vocabulary, lanes: int, context: int) -> Load:
+    """Loads draft models for a pipeline with this vocabulary, so many lanes, and so many tokens a lane."""
+
+    def load(path: str | Path, threads: int) -> Drafter:
+        return ThreadedDrafter(DraftModel(path, vocabulary, lanes=lanes, context=context, threads=threads))
+
+    return load
+
+
+@define(eq=False)
+class Proposers:
+    """The proposers of a pipeline, by draft model and threads: loaded when first asked for, shared by all sessions."""
+
+    nursery: trio.Nursery
+    sink: Sender
+    load: Load
+    _running: dict[tuple[str, int], Ref[Told]] = field(factory=dict)
+    _loading: trio.Lock = field(factory=trio.Lock)
+
+    async def get(self, path: str | Path, threads: int) -> Ref[Told]:
+        """The proposer of this draft model. Raises what loading raises."""
+        key = (os.path.abspath(path), threads)  # noqa: ASYNC240
+        async with self._loading:
+            if key not in self._running:
+                drafter = await trio.to_thread.run_sync(self.load, path, threads)
+                mailbox = proposer_mailbox()
+                self._running[key] = mailbox.ref
+                self.nursery.start_soon(self._run, key, mailbox, drafter)
+            return self._running[key]
+
+    async def _run(self, key: tuple[str, int], mailbox: Mailbox[Told], drafter: Drafter) -> None:
+        make = partial(Proposer, drafter=drafter, sink=self.sink, source="draft")
+        try:
+            with suppress(Exception):  # which `supervise` has logged: sessions go on without
+                await supervise(mailbox, make)
+        finally:
+            self._running.pop(key, None)
+            drafter.close()
