@@ -98,7 +98,7 @@ def test_an_ngram_tail_relieves_a_slow_draft() -> None:
     assert both.report.sources["draft"].made < draft.report.sources["draft"].made
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(
     stages=st.integers(1, 4),
     depth=st.one_of(st.just("auto"), st.integers(1, 6)),

@@ -251,7 +251,9 @@ class Coordinator:
                 exact=self.exact,
                 shared=self._shared,
                 proposer=proposer,
-                calibration=self._calibrations[speculation.draft] if speculation and speculation.draft else None,
+                calibration=self._calibrations[speculation.draft]
+                if speculation and speculation.draft
+                else None,
             )
             self.sink.register(number, mailbox.ref)
             try:

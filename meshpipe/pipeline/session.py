@@ -515,6 +515,8 @@ class Session(Actor[SessionMessage]):
                     self._prefilling.add(window.number)
                 survival: Sequence[float] = [1.0]
             else:
+                if not self._ledger.generated and self._sent:
+                    return  # nothing is guessed before the model has spoken
                 began = trio.current_time()
                 survival = self._composite.survival()
                 self._record(Kind.PROPOSE, 0, len(survival), began)
