@@ -209,14 +209,14 @@ class Configuration:
     )
     coordinator_key_file: str | None = _setting(
         "security",
-        Text("FILE"),
+        File(),
         "a key of coordinators, the first and the last stage: who has only the other one opens no sessions",
     )
     coordinators: tuple[str, ...] | None = _setting(
         "security", Many(Text("NAME")), "names in the certificates of those who may open sessions"
     )
     lock: str | None = _setting(
-        "security", Text("FILE"), "accept only the stages that `meshpipe lock` has recorded"
+        "security", File(), "accept only the stages that `meshpipe lock` has recorded"
     )
 
     layers: str | None = _setting("stage", Text("A:B", "15:30"), "first layer, and the one after the last")
