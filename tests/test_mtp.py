@@ -18,6 +18,9 @@ from meshpipe.llama.engine import Span, StageEngine
 from meshpipe.llama.gguf import read_header
 from meshpipe.llama.mtp import Mtp, load_mtp
 from meshpipe.llama.slicing import slice_model, slice_nextn
+from meshpipe.messages import Sampling, Window
+from meshpipe.pipeline import runner as runner_module
+from meshpipe.pipeline.runner import Job, LlamaRunner, Picks
 
 DRAFTS = 4
 SPLIT = (0, 2, 4, 6)
@@ -226,3 +229,54 @@ def test_hidden_rows_change_no_logits(tmp_path: Path) -> None:
         ]
         for one, other in zip(plain, hidden, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+async def test_replies_and_progress_carry_the_hidden_rows_that_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And drafts are those of the lane's tokens up to the pick, of windows that share a decode too."""
+    monkeypatch.setattr(runner_module, "LEAST_DRAFT", 0.0)
+    path = write("mimo2", tmp_path)
+    tokens = tiny.tokens(12)
+    with StageEngine(path, context=100) as engine:
+        engine.run([Span(0, 0, tokens, wanted=1, hidden=True)])
+        (every,) = engine.hidden_rows()
+        assert every is not None
+    whole = slice_model(path, 0, 6, mtp=True, cache=tmp_path / "slices")
+    with StageEngine(whole, context=100, mtp=True) as engine, reference.Raw(path, 256, mtp=True) as raw:
+        runner = LlamaRunner(engine)
+        assert runner.descriptor.mtp == 1
+        runner.open(0, Sampling())
+        line: list[int] = []
+
+        def job(start: int, given: list[int], wanted: int, follows: int | None = None) -> Job:
+            line[start:] = given
+            window = Window(1, 0, start, start, tuple(given), wanted, drafts=3)
+            return Job(0, window, line, mtp=True, hidden_from=5, follows=follows)
+
+        (first,) = await runner.run([job(0, tokens[:4], 0)])
+        assert isinstance(first, Picks)
+        assert first.hidden is not None
+        assert (len(first.hidden), first.drafts) == (0, ())
+        (second,) = await runner.run([job(4, tokens[4:], 1)])
+        assert isinstance(second, Picks)
+        assert second.hidden is not None
+        np.testing.assert_array_equal(second.hidden, every[5:])
+        pick = second.tokens[0]
+        assert_same(list(second.drafts), raw.mtp_drafts([*tokens, pick], 3))
+        # The window after it is right so far, and its own pick is not foreseen.
+        wrong = (pick + 1) % tiny.VOCABULARY
+        (third,) = await runner.run([job(12, [pick], 1)])
+        assert isinstance(third, Picks)
+        after = third.tokens[0]
+        both = [job(12, [pick], 1, follows=after), job(13, [after, wrong], 2)]
+        leading, ending = await runner.run(both)
+        assert isinstance(leading, Picks)
+        assert isinstance(ending, Picks)
+        assert (leading.tokens, leading.drafts) == ((after,), ())
+        confirmed = [*tokens, pick, after][: 13 + len(ending.tokens)]
+        expected = raw.mtp_drafts(
+            [*confirmed, *([wrong] if len(ending.tokens) > 1 else []), ending.tokens[-1]], 3
+        )
+        assert_same(list(ending.drafts), expected)
+        runner.close(0)
