@@ -30,7 +30,7 @@ from meshpipe.llama import tap
 from meshpipe.llama.options import EngineOptions
 from meshpipe.llama.sampling import check
 from meshpipe.llama.vocabulary import Vocabulary
-from meshpipe.messages import (
+from meshpipe.messages import CloseSession, (
     Hello,
     OpenSession,
     Proposal,
@@ -177,6 +177,28 @@ def test_a_window_without_tokens_hurts_nobody_else() -> None:
             say(verify(2, 0, 5))
             await trio.sleep(1)
             assert [reply.session for reply in heard.all(Reply)] == [1, 2]
+
+    run(main)
+
+
+def test_tokens_of_any_size_end_a_session_and_no_stage() -> None:
+    async def main() -> None:
+        async with lonely() as one:
+            _, heard, say = one.route()
+            say(OpenSession(1, 0))
+            say(Window(1, 0, 0, 0, (2**62, -(2**63)), 1))
+            await trio.sleep(1)
+            say(CloseSession(1))
+            say(OpenSession(2, 0, cached=2, prefix=b"x" * 16))
+            say(OpenSession(3, 0, cached=2**62, prefix=b"x" * 16))
+            say(OpenSession(4, 0, cached=-1))
+            say(verify(4, 0, 5))
+            await trio.sleep(1)
+            assert [(failed.session, failed.refused) for failed in heard.all(SessionFailed)] == [
+                (2, True),
+                (3, True),
+            ]
+            assert heard.all(Reply)[-1].session == 4
 
     run(main)
 

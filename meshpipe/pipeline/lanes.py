@@ -18,7 +18,7 @@ def prefix_digest(tokens: Sequence[int]) -> bytes:
     """What an OpenSession says of the prefix that it wants kept, 16 bytes; none for no prefix."""
     if not tokens:
         return b""
-    return hashlib.blake2b(np.asarray(tokens, "<i4").tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(np.asarray(tokens, "<i8").tobytes(), digest_size=16).digest()
 
 
 @define
