@@ -30,7 +30,8 @@ from meshpipe.llama import tap
 from meshpipe.llama.options import EngineOptions
 from meshpipe.llama.sampling import check
 from meshpipe.llama.vocabulary import Vocabulary
-from meshpipe.messages import CloseSession, (
+from meshpipe.messages import (
+    CloseSession,
     Hello,
     OpenSession,
     Proposal,
