@@ -51,6 +51,7 @@ class Children:
         self._commands = commands
         self._ready_deadline = ready_deadline
         self._running: dict[int, trio.Process] = {}
+        self._ready: set[int] = set()
         self._closing = False
 
     async def keep(
@@ -69,7 +70,9 @@ class Children:
                     if not was_ready:
                         task_status.started()
                     was_ready, pause = True, PAUSES[0]
+                    self._ready.add(index)
                     status = await self._running[index].wait()
+                    self._ready.discard(index)
                     await _close_pipes(self._running[index])
                     if self._closing:
                         return
@@ -101,6 +104,12 @@ class Children:
         if scope.cancelled_caught:
             raise StageLostError(f"stage {index} was not ready within {self._ready_deadline:g} s")
         self.places[index] = StagePlace(ready["address"], layers)
+
+    def kill(self, index: int) -> None:
+        """Ends a child that is ready and hangs; it is started again."""
+        if index in self._ready:
+            log.warning("stage %d hangs; starting it anew", index)
+            self._running[index].kill()
 
     async def say_goodbye(self) -> None:
         """Ends their standard input, upon which they end by themselves, and waits for that a little."""

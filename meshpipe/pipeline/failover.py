@@ -32,6 +32,8 @@ log = logging.getLogger("meshpipe.failover")
 
 QUICK = 1.0
 """Seconds of patience, and ten times the links' delay, with a lost stage that others can replace."""
+HOPELESS = 2
+"""Attempts that run out of time before a stage of this process's own is started anew."""
 PAUSES = (0.05, 2.0)
 """Seconds between rounds of attempts: at first, and at most."""
 HYSTERESIS = 1.25
@@ -86,7 +88,8 @@ class Failover:
     """Keeps `way` up; `run` it as long as the pipeline is open.
 
     `adopt` is told of stages that have taken over, before sessions use them: their descriptors, the round trip,
-    and whether their caches may hold what they held. `max_round_trip`: seconds that a round trip may take when
+    and whether their caches may hold what they held. `on_hang` is told of a stage that has let `HOPELESS` attempts
+    run out of time. `max_round_trip`: seconds that a round trip may take when
     the pipeline is formed (never later: jitter ends no session).
     """
 
@@ -97,12 +100,14 @@ class Failover:
         join: Join,
         *,
         max_round_trip: float | None = None,
+        on_hang: Callable[[int], None] = lambda stage: None,
     ) -> None:
         self.way = way
         self.adopt: Callable[[Sequence[StageDescriptor], float, bool], None] = lambda *_: None
         self._candidates = Candidates(places)
         self._join = join
         self._max_round_trip = max_round_trip
+        self._on_hang = on_hang
         self._lost = trio.Event()
         self._suspect = 0
         way.give_up = lambda reason: self.lost(self._suspect, reason)
@@ -133,8 +138,9 @@ class Failover:
         delay = 10 * known.round_trip
         patience = (QUICK if self._candidates.count(self._suspect) > 1 else STEADY) + delay
         pause, longest = PAUSES
-        tried = 0
+        tried = hung = 0
         while True:
+            began = trio.current_time()
             try:
                 return await self._hold(next(incarnations), patience, known)
             except MeshpipeError as error:
@@ -142,6 +148,10 @@ class Failover:
                 log.info("not joined again yet, for stage %d: %s", stage, error)
                 self._candidates.blame(stage)
                 tried += 1
+                hung += trio.current_time() - began >= patience / 2
+                if hung == HOPELESS:
+                    self._on_hang(stage)
+                    hung = 0
             patience = STEADY + delay
             if tried % self._candidates.count(stage) == 0:
                 await trio.sleep(pause)

@@ -58,6 +58,7 @@ async def open_remote(
     heartbeat: Heartbeat = HEARTBEAT,
     connect_deadline: float = WARM_UP,
     places: Callable[[], Sequence[StagePlace]] | None = None,
+    on_hang: Callable[[int], None] = lambda stage: None,
     lock: Lock | None = None,
 ) -> AsyncIterator[Coordinator]:
     """Joins stages that are running already, and joins them again when one is lost (`meshpipe.pipeline.failover`).
@@ -69,7 +70,8 @@ async def open_remote(
     stage, and to try each return route, the first time. `stall_deadline`, `resume_deadline`, `queue_deadline`: see
     `Coordinator`.
     `max_round_trip`: seconds that a round trip may take when the pipeline is formed. `places` gives the stages'
-    places of the moment, where they move. `lock`: nothing else is joined than what it says.
+    places of the moment, where they move; `on_hang` is told of a stage that nobody can join. `lock`: nothing else is
+    joined than what it says.
 
     Raises StageLostError for a stage that cannot be reached or is too far, HandshakeError naming what does not
     agree, and UsageError when no file with the vocabulary is known.
@@ -98,7 +100,11 @@ async def open_remote(
                 lock,
             )
             failover = Failover(
-                way, places or (lambda: topology.stages), joining.join, max_round_trip=max_round_trip
+                way,
+                places or (lambda: topology.stages),
+                joining.join,
+                max_round_trip=max_round_trip,
+                on_hang=on_hang,
             )
             joining.lost = sink.on_lost = failover.lost
             joined: Joined = await nursery.start(failover.run)
@@ -301,6 +307,7 @@ async def open_spawned(
             lanes=lanes,
             context=context,
             places=lambda: children.places,
+            on_hang=children.kill,
             **remote,
         ) as coordinator,
     ):
