@@ -31,6 +31,7 @@ def add_commands(commands: Commands) -> None:
         "Generate text with a split model.",
         'meshpipe generate --model M.gguf --split 0,15,30 --prompt "Once upon a time" --max-tokens 64',
         'meshpipe generate --model M.gguf --split 2 --spawn --chat --prompt "Why is the sky blue?" --json',
+        'meshpipe generate --model M.gguf --split 2 --speculation draft --draft small.gguf --prompt "Once"',
         "meshpipe generate --topology mesh.toml --prompt-file question.txt --temperature 0.8 --seed 7",
     )
     what = parser.add_argument_group("what")
