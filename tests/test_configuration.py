@@ -154,6 +154,18 @@ def test_a_model_decides_about_speculation_only(tmp_path: Path) -> None:
         configure({"model": str(tmp_path / "M.gguf")}, environment={})
 
 
+def test_a_draft_model_that_a_model_recommends_lies_beside_it_and_may_be_declined(tmp_path: Path) -> None:
+    (tmp_path / "M.meshpipe.toml").write_text('speculation = "draft"\ndraft = "small.gguf"\n')
+    model = str(tmp_path / "M.gguf")
+    taken = configure({"model": model}, environment={}).settings.speculation_settings()
+    assert (taken.mode, taken.draft) == ("draft", str(tmp_path / "small.gguf"))
+    for mode in ("ngram", "off"):
+        declined = configure({"model": model, "speculation": mode}, environment={}).settings
+        assert declined.speculation_settings() == Speculation(mode=mode)
+    with pytest.raises(UsageError, match="needs a draft model"):
+        configure({"speculation": "draft"}, environment={}).settings.speculation_settings()
+
+
 def test_the_model_of_a_topology_recommends_too(tmp_path: Path) -> None:
     (tmp_path / "M.meshpipe.toml").write_text("depth = 7\n")
     (tmp_path / "mesh.toml").write_text('model = "M.gguf"\n[[stages]]\naddress = "127.0.0.1:1"\n')

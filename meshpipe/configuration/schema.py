@@ -169,7 +169,7 @@ class Configuration:
         _default(Speculation, "mtp_max"),
     )
     draft: str | None = _setting(
-        "speculation", Text("FILE"), "a small model with the same vocabulary, to run ahead of the model"
+        "speculation", File(), "a small model with the same vocabulary, to run ahead of the model"
     )
     draft_threads: int = _setting(
         "speculation", Integer(*THREADS), "threads of the draft model", _default(Speculation, "draft_threads")
@@ -261,11 +261,17 @@ class Configuration:
         }
 
     def speculation_settings(self) -> Speculation:
-        """Raises UsageError for settings that contradict each other."""
+        """Raises UsageError for settings that contradict each other.
+
+        A draft model that the mode has no use for is left out: a file, or the model, may name it for whoever wants it.
+        """
         ngram = NgramConfig(
             **{name: getattr(self, f"ngram_{name}") for name in attrs.fields_dict(NgramConfig)}
         )
-        return Speculation(mode=self.speculation, ngram=ngram, **self._like(Speculation))
+        like = self._like(Speculation)
+        if self.speculation not in ("auto", "draft", "draft+ngram"):
+            like["draft"] = None
+        return Speculation(mode=self.speculation, ngram=ngram, **like)
 
     def sampling(self) -> Sampling:
         """How tokens are picked."""
