@@ -104,7 +104,7 @@ def broken(text: str, dice: random.Random) -> str:
     return text[:at] + dice.choice(["", text[at] * 2, dice.choice('{}[]",:0a ')]) + text[at + 1 :]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(schemas, st.randoms(use_true_random=False), st.sampled_from([(",", ":"), (", ", ": ")]))
 def test_a_grammar_is_its_schema(
     vocabulary: Vocabulary, schema: dict[str, Any], dice: random.Random, separators: tuple[str, str]
