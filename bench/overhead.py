@@ -2,7 +2,7 @@
 
 *unsplit*: llama.cpp by raw calls. *one stage*: meshpipe with everything in one child. *two stages*: joined
 directly on loopback, or *behind proxies* of 0 ms like every row of the other benchmarks. No speculation.
-`decodes_ms` is the mean time of a token's decodes, summed over the stages as they report them; `tpot_over_decodes`
+`decodes_ms` is the mean time of a token's decodes, summed over the stages as their traces tell; `tpot_over_decodes`
 is what all the rest adds.
 """
 
@@ -17,8 +17,8 @@ import trio
 from bench import measure, prompts, report
 from bench.measure import OFF, Cell, Row, Task
 from bench.rig import Rig, open_rig
-from bench.trace import tracing
 from meshpipe import Coordinator
+from meshpipe.telemetry.overlap import analyse
 
 COLUMNS = (
     "contender", "decode_tps", "decode_tps_low", "decode_tps_high", "tpot_ms", "decodes_ms", "tpot_over_decodes",
@@ -28,9 +28,11 @@ COLUMNS = (
 
 async def traced(rig: Rig, pipe: Coordinator, task: Task) -> Row:
     """A serial run, and what its replies say of the stages."""
-    with tracing(pipe, 0.0) as trace:
+    async with pipe.tracing() as trace:
         row = await measure.with_pipeline(rig, pipe, task, OFF)
-    decodes = sum(trace.service()) * 1e3
+    found = analyse(trace)
+    assert found is not None
+    decodes = sum(stage.service for stage in found.work) * 1e3
     return row | {"decodes_ms": decodes, "tpot_over_decodes": row["tpot_ms"] / decodes}
 
 
