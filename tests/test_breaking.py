@@ -148,6 +148,26 @@ def test_a_window_beyond_the_context_ends_its_session_only() -> None:
     run(main)
 
 
+def test_a_session_that_begins_again_does_not_run_what_is_left_of_its_old_epoch() -> None:
+    """The hint that the old epoch is stale was lost, and the prompt comes again behind windows of that epoch."""
+
+    async def main() -> None:
+        async with lonely() as one:
+            _, heard, say = one.route()
+            say(OpenSession(1, 0))
+            for epoch in (0, 1):
+                say(Window(1, epoch, 3 * epoch, 0, (0, 1, 2), 1))
+                for number in (1, 2):
+                    start = 16 * number - 13
+                    tokens = tuple(position % 7 for position in range(start, start + 16))
+                    say(Window(1, epoch, 3 * epoch + number, start, tokens, 16))
+            await trio.sleep(5)
+            assert not heard.all(SessionFailed)
+            assert [reply.number for reply in heard.all(Reply) if reply.epoch == 1] == [3, 4, 5]
+
+    run(main)
+
+
 def test_a_session_that_is_opened_twice_holds_one_lane() -> None:
     async def main() -> None:
         async with lonely() as one:

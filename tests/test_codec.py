@@ -11,7 +11,7 @@ import cbor2
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis.extra import numpy as hnp
 
 from meshpipe import messages
@@ -138,6 +138,8 @@ finite_rows = hnp.arrays(np.float32, shapes, elements=st.floats(-60000, 60000, w
 
 @settings(max_examples=200, deadline=None)
 @given(finite_rows)
+@example(np.array([[2.55e-43]], np.float32))
+@example(np.array([[5e-44, 1e-45]], np.float32))
 def test_errors_of_inexact_encodings_are_bounded(rows: np.ndarray) -> None:
     def error(encoding: str) -> np.ndarray:
         back = decode_rows(received(encode_rows(rows, encoding)), encoding, *rows.shape)

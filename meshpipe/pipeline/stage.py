@@ -386,6 +386,7 @@ class Stage(Actor[StageMessage]):
         if session is None:  # refused, failed or closed: what still comes is of no use
             self._count_dropped(route, window, at)
         else:
+            session.make_stale(window.epoch - 1)  # a Discard may be lost; what is left of them must not run
             self._ready.append(_Queued(session, window, at))
 
     def _discard(self, route: Route, message: Discard) -> None:
