@@ -75,7 +75,8 @@ def encode_rows(rows: Rows, encoding: str) -> memoryview:
         payload = np.empty(payload_size("int8", *rows.shape), dtype=np.uint8)
         largest = np.abs(rows).max(axis=1, initial=0.0)
         scales = np.where(np.isfinite(largest), largest / np.float32(127), np.float32(np.nan)).astype("<f4")
-        rounded = (largest > 0) & (scales < np.finfo(np.float32).tiny)  # maybe down, by much: nothing may be cut off
+        # A denormal scale may be rounded down by much, and then levels would be cut off.
+        rounded = (largest > 0) & (scales < np.finfo(np.float32).tiny)
         scales = np.where(rounded, np.nextafter(scales, np.float32(np.inf)), scales)
         divisors = np.where(scales > 0, scales, np.float32(np.inf))
         with np.errstate(invalid="ignore"):
