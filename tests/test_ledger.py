@@ -370,8 +370,8 @@ def test_a_resume_runs_again_what_the_caches_do_not_hold() -> None:
     assert (input_.start, input_.tokens, input_.wanted) == (3, (4, 5, 6), 3)
     assert ledger.receive(answer(old, 5, 6, 7)) == ()
     assert receive(ledger, input_, 5, 6, 7).tokens == (5, 6, 7)
-    with pytest.raises(UsageError, match=r"must be in 0 … 4"):
-        ledger.resume(5)
+    with pytest.raises(UsageError, match=r"must be in 0 … 6"):
+        ledger.resume(7)
     ledger.finish("cancelled")
     assert ledger.resume() is None
 

@@ -72,8 +72,9 @@ class Relay:
                 nursery.start_soon(self._pump, callee, caller, nursery.cancel_scope)
         finally:
             self._pairs.discard(pair)
-            for stream in pair:
-                await trio.aclose_forcefully(stream)
+            with trio.CancelScope(shield=True):  # or the second one would stay open
+                for stream in pair:
+                    await trio.aclose_forcefully(stream)
 
     async def _pump(
         self, source: trio.SocketStream, target: trio.SocketStream, scope: trio.CancelScope
