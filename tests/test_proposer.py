@@ -21,6 +21,7 @@ from meshpipe.errors import EngineError, ModelError, ProtocolError, UsageError
 from meshpipe.llama.draft import Drafted
 from meshpipe.messages import Follow
 from meshpipe.speculation.run_ahead import DraftJob, RunAhead
+from meshpipe.telemetry.spans import Kind
 
 DRAFT = Speculation(mode="draft", draft="small.gguf")
 BOTH = Speculation(mode="draft+ngram", draft="small.gguf")
@@ -67,6 +68,19 @@ def test_a_right_draft_keeps_the_pipe_full_on_novel_text(seconds: float) -> None
     assert source.made < 800 + 2 * 16
     assert 0 < source.seconds < 800 * 2 * seconds
     assert done.report.stale_tokens == 0
+
+
+def test_a_trace_shows_when_a_draft_model_computed() -> None:
+    async def main() -> None:
+        drafter = SimulatedDrafter(novel, seconds=0.01)
+        async with simulated(novel, small=drafter) as sim, sim.coordinator.tracing() as trace:
+            await sim.coordinator.complete(PROMPT, max_tokens=50, speculation=DRAFT)
+        computed = [span for span in trace.spans if span.kind == Kind.PROPOSE and span.detail]
+        assert sum(span.value for span in computed) == drafter.drafted
+        assert all(span.ended - span.began >= 0.01 for span in computed if span.value)
+        assert len({span.session for span in computed}) == 1
+
+    run(main)
 
 
 def test_a_draft_begins_again_at_each_divergence() -> None:

@@ -176,7 +176,8 @@ class Coordinator:
         )
         self.observers = self._around.observers
         self._queue_deadline = queue_deadline
-        self.proposers = Proposers(nursery, sink, draft_loader(vocabulary, self.lanes.count, self.context))
+        load = draft_loader(vocabulary, self.lanes.count, self.context)
+        self.proposers = Proposers(nursery, sink, load, self._tracer.recorder)
         self._calibrations: defaultdict[str | Path, Calibration] = defaultdict(dict)  # by draft model
         self._nursery = nursery
         self._shared = shared

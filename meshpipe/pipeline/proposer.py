@@ -31,6 +31,7 @@ from meshpipe.llama.vocabulary import Vocabulary
 from meshpipe.messages import CloseSession, Follow, OpenSession, Proposal, Sampling
 from meshpipe.pipeline.stage import Sender
 from meshpipe.speculation.run_ahead import DraftJob, RunAhead
+from meshpipe.telemetry.spans import Kind, Recorder, Span
 
 log = logging.getLogger("meshpipe.proposer")
 
@@ -91,11 +92,14 @@ def proposer_mailbox() -> Mailbox[Told]:
 class Proposer(Actor[Told]):
     """Drafts for sessions with `drafter`; proposals of `source` go to `sink`, which knows the sessions."""
 
-    def __init__(self, mailbox: Mailbox[Told], drafter: Drafter, sink: Sender, source: str) -> None:
+    def __init__(
+        self, mailbox: Mailbox[Told], drafter: Drafter, sink: Sender, source: str, recorder: Recorder
+    ) -> None:
         super().__init__(mailbox)
         self._drafter = drafter
         self._sink = sink
         self._source = source
+        self._recorder = recorder
         self._lanes: dict[int, RunAhead] = {}  # those of sessions that have ended too, for their caches
         self._sessions: dict[int, RunAhead] = {}
         self._spent: dict[int, float] = {}  # by session: seconds that no proposal has told of yet
@@ -107,6 +111,7 @@ class Proposer(Actor[Told]):
             await self.mailbox.wait()
             await self._listen()
             while jobs := self._jobs():
+                began = trio.current_time()
                 try:
                     drafted, seconds = await self._drafter.run(jobs)
                 except MeshpipeError as error:
@@ -114,9 +119,19 @@ class Proposer(Actor[Told]):
                     for job in jobs:
                         self._drop(job.session)
                     continue
+                self._record(jobs, drafted, began)
                 await self._listen()
                 for job, found in zip(jobs, drafted, strict=True):
                     self._propose(job, found, seconds / len(jobs))
+
+    def _record(self, jobs: Sequence[DraftJob], drafted: Sequence[Drafted], began: float) -> None:
+        if self._recorder.on:
+            ended = trio.current_time()
+            for job, found in zip(jobs, drafted, strict=True):
+                count = len(found.tokens)
+                self._recorder.add(
+                    Span(Kind.PROPOSE, began, ended, session=job.session, value=count, detail=1)
+                )
 
     async def _listen(self) -> None:
         for message in self.mailbox.take("told"):
@@ -209,6 +224,7 @@ class Proposers:
     nursery: trio.Nursery
     sink: Sender
     load: Load
+    recorder: Recorder
     _running: dict[tuple[str, int], Ref[Told]] = field(factory=dict)
     _loading: trio.Lock = field(factory=trio.Lock)
 
@@ -224,7 +240,7 @@ class Proposers:
             return self._running[key]
 
     async def _run(self, key: tuple[str, int], mailbox: Mailbox[Told], drafter: Drafter) -> None:
-        make = partial(Proposer, drafter=drafter, sink=self.sink, source="draft")
+        make = partial(Proposer, drafter=drafter, sink=self.sink, source="draft", recorder=self.recorder)
         try:
             with suppress(Exception):  # which `supervise` has logged: sessions go on without
                 await supervise(mailbox, make)

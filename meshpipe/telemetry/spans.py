@@ -72,7 +72,7 @@ NAMES = tuple(
     for kind, rest in {
         Kind.REQUEST: ("coordinator", "from the request to its end", "", ""),
         Kind.SESSION: ("session", "holding a lane", "tokens generated", "tokens of the prompt"),
-        Kind.PROPOSE: ("session, proposer", "asking the proposers what could follow", "tokens ready to send", ""),
+        Kind.PROPOSE: ("session, proposer", "asking, or computing, what could follow", "tokens", "1 if computing"),
         Kind.WAIT: ("session", "nothing could be sent", "windows in flight", "cause: 0 reply, 1 credit, 2 proposal"),
         Kind.PREFILL: ("session", "a prefill window went out (an instant)", "rows", "position of the first"),
         Kind.DISPATCH: ("session", "a verify window went out (an instant)", "rows", "position of the first"),
