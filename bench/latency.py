@@ -1,9 +1,9 @@
 """Speed by link delay: llama.cpp's RPC backend, meshpipe without speculation, meshpipe with n-grams.
 
-Two stages, one thread each, split so that both take as long (by the decodes that stages of 15 layers measure at
-load); the delay is one way, on the link between the stages and on the return. llama.cpp's RPC backend has the same
-layers and the head on its server, behind the same kind of proxy, the delay each way. It and meshpipe without
-speculation are measured on fewer tokens of the draftable text: their speed does not depend on what it says.
+Two stages, one thread each, split so that both take as long (`bench/balance.py`); the delay is one way, on the link
+between the stages and on the return. llama.cpp's RPC backend has the same layers and the head on its server, behind
+the same kind of proxy, the delay each way. It and meshpipe without speculation are measured on fewer tokens of the
+draftable text: their speed does not depend on what it says.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import trio
 from attrs import frozen
 
 from bench import measure, prompts, report
+from bench.balance import balanced
 from bench.measure import NGRAM, OFF, Cell, Row, Task
 from bench.rig import EVEN, Peer, Rig, open_rig
 from meshpipe import Coordinator
@@ -117,9 +118,9 @@ async def run(size: Size) -> tuple[list[Row], list[Row]]:
     """Rows and figures."""
     async with open_rig() as rig:
         stages = await rig.stages(EVEN)
-        balanced = await rig.balanced(stages)
-        if balanced != EVEN:
-            stages = await rig.stages(balanced)
+        split = await balanced(rig, stages)
+        if split != EVEN:
+            stages = await rig.stages(split)
         pipes = {delay: await rig.pipeline(stages, delay) for delay in size.delays}
         peers: dict[float, Peer] = {}
 

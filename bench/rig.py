@@ -28,12 +28,9 @@ from meshpipe import Coordinator, Pipeline, StagePlace, Topology
 from meshpipe.llama.inspection import plan_split
 from meshpipe.llama.slicing import slice_model
 from meshpipe.llama.vocabulary import Vocabulary
-from meshpipe.speculation.policy import CostCurve
-from meshpipe.topology.split import even_split
 
 HOST = "127.0.0.1"
 EVEN = "0,15,30"
-WIDE = 16  # rows of a decode by which stages are balanced
 READY = 120.0  # seconds that a child may take until it serves
 ANSWER = 900.0  # seconds that a peer may take to generate
 
@@ -140,14 +137,6 @@ class Rig:
         for index in range(1, len(ranges)):
             await start_one(index)
         return Stages(tuple(boundaries), tuple(addresses), lanes, context)
-
-    async def balanced(self, stages: Stages, count: int = 2) -> str:
-        """The split into `count` by what `stages`, which split in two, say of their decodes of `WIDE` rows."""
-        (first, last) = (await self.pipeline(stages, None)).descriptors
-        layers = last.layer_count
-        layer = CostCurve(first.cost)(WIDE) / first.layers[1]
-        head = max(0.0, CostCurve(last.cost)(WIDE) - layer * (layers - first.layers[1]))
-        return ",".join(map(str, even_split([layer] * layers, count, tail=head)))
 
     async def proxied(self, address: str, delay_ms: float, way: str = "") -> str:
         """The address of a proxy before `address`; each `way` has its own."""

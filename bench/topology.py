@@ -1,7 +1,7 @@
 """Where the boundaries are, on draftable text 100 ms away: how busy each stage is, and how much they overlap.
 
-Splits of the demo model: 29/1, 15/15, one balanced by the service times that the stages themselves measured at
-load (decodes of 16 rows), and three stages balanced the same way. `busy` is each stage's share of the verify
+Splits of the demo model: 29/1, 15/15, one balanced by the service times of its stages in a short run
+(`bench/balance.py`), and three stages balanced the same way. `busy` is each stage's share of the verify
 interval (from the first verify window's decode to the last one's end); `all_computing` and `two_computing` are
 the shares of it in which all, and at least two, stages compute at once, from the times that replies carry.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import trio
 
 from bench import measure, prompts, report
+from bench.balance import balanced
 from bench.measure import NGRAM, Cell, Row, Task
 from bench.rig import EVEN, Rig, open_rig
 from bench.trace import busy, overlap, tracing
@@ -54,9 +55,9 @@ async def run(repetitions: int, three: bool) -> tuple[list[Row], list[Row]]:
     async with open_rig() as rig:
         task = prompts.draftable(rig.vocabulary)
         even = await rig.stages(EVEN)
-        splits = {"29/1": "0,29,30", "balanced": await rig.balanced(even)}
+        splits = {"29/1": "0,29,30", "balanced": await balanced(rig, even)}
         if three:
-            splits["three, balanced"] = await rig.balanced(even, 3)
+            splits["three, balanced"] = await balanced(rig, even, 3)
         pipes = {("15/15", "15/15"): await rig.pipeline(even, DELAY)}
         for name, split in splits.items():
             stages = await rig.stages(split)

@@ -1,0 +1,29 @@
+"""The split at which all stages take as long: from what two running stages take for the windows of a short run.
+
+Both compute meanwhile, as they do when it counts; what each one measures at load, alone, is off by more on a machine
+whose speed drifts.
+"""
+
+from __future__ import annotations
+
+from bench import measure, prompts
+from bench.rig import Rig, Stages
+from bench.trace import tracing
+from meshpipe import Speculation
+from meshpipe.topology.split import even_split
+
+TOKENS = 256
+WIDTH = 16
+
+
+async def balanced(rig: Rig, stages: Stages, count: int = 2) -> str:
+    """The split into `count` stages, by `stages`, which are two, with nothing between them."""
+    pipe = await rig.pipeline(stages, None)
+    task = prompts.draftable(rig.vocabulary, TOKENS)
+    with tracing(pipe, 0.0) as trace:
+        await measure.complete(pipe, task, Speculation(mode="ngram", width=WIDTH), TOKENS)
+    first, last = trace.service()
+    layers = stages.boundaries[-1]
+    layer = first / stages.boundaries[1]
+    head = max(0.0, last - layer * (layers - stages.boundaries[1]))
+    return ",".join(map(str, even_split([layer] * layers, count, tail=head)))
