@@ -378,10 +378,14 @@ class Proof:
 
 @frozen
 class Welcome:
-    """Accepts a Hello. `descriptors`: the answering stage's and, where it opened a route, the later ones'."""
+    """Accepts a Hello. `descriptors`: the answering stage's and, where it opened a route, the later ones'.
+
+    `clock` is the answering side's monotonic clock in seconds.
+    """
 
     protocol: int
     descriptors: tuple[StageDescriptor, ...] = ()
+    clock: float = 0.0
 
 
 @frozen

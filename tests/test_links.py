@@ -495,6 +495,15 @@ async def test_links_know_their_round_trip_and_can_be_probed(kind: str) -> None:
         await ends.near.probe()
 
 
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
+async def test_the_handshake_compares_the_clocks_before_the_first_heartbeat(kind: str) -> None:
+    async with connections(kind) as (near, _):
+        link = Link("near-far", inbox().ref, *near, heartbeat=None)
+        assert len(link.beats) == 2
+        for asked, answered, heard in link.beats:
+            assert asked <= answered <= heard <= trio.current_time()  # both ends have the same clock here
+
+
 async def test_round_trips_include_the_wire(autojump_clock: MockClock) -> None:
     async with linked("memory", conditions=Conditions(delay=0.1)) as ends:
         assert await ends.near.probe() == pytest.approx(0.2)

@@ -1,10 +1,10 @@
 """How far another process's clock is ahead of ours, from questions and answers that carry the time.
 
-A heartbeat that leaves at `sent`, is answered at `clock` on the peer's clock and comes back at `received` shows that
-the peer's clock is ahead by `clock - (sent + received) / 2`, give or take half the round trip: that much, if one
-way took all of it. Of many heartbeats the one with the shortest round trip has suffered least from queues and
-busy machines, and is believed alone (the minimum filter of NTP: RFC 5905, section 10). What remains is half the
-difference between the two ways' delays, which no exchange of messages can show.
+A heartbeat, or the last question of a handshake, that leaves at `sent`, is answered at `clock` on the peer's clock and
+comes back at `received` shows that the peer's clock is ahead by `clock - (sent + received) / 2`, give or take half
+the round trip: that much, if one way took all of it. Of many the one with the shortest round trip has suffered least
+from queues and busy machines, and is believed alone (the minimum filter of NTP: RFC 5905, section 10). What remains
+is half the difference between the two ways' delays, which no exchange of messages can show.
 """
 
 from __future__ import annotations

@@ -41,12 +41,15 @@ Packed = Callable[[object, float, float, int], None]
 class Connection(ABC):
     """A two-way stream of frames. `peer` names the other end in errors.
 
-    `received_at` and `sent_at` are when bytes last came and went, in trio's time: signs of progress.
+    `received_at` and `sent_at` are when bytes last came and went, in trio's time: signs of progress. `clocks`, at the
+    caller's end, are those of the handshake's last question: when it was asked (this side's clock), answered (the
+    peer's), and its answer came (this side's).
     """
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
         self.packed: Packed | None = None
+        self.clocks: tuple[float, float, float] | None = None
         self.received_at = self.sent_at = trio.current_time()
 
     @property

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Callable
 
+import trio
 from attrs import evolve
 
 from meshpipe.errors import HandshakeError
@@ -44,6 +45,7 @@ async def greet(connection: Connection, hello: Hello, key: bytes | None = None) 
     `HandshakeError` if the answerer refuses or does not know the key, `StageLostError`, `ProtocolError`.
     """
     hello = evolve(hello, protocol=PROTOCOL_VERSION, nonce=nonce())
+    asked = trio.current_time()
     await connection.send(Frame(hello))
     answer = await _receive(connection)
     if key is not None:
@@ -52,6 +54,7 @@ async def greet(connection: Connection, hello: Hello, key: bytes | None = None) 
                 f"{connection.peer} has no shared key, this side has one; give it to both or none"
             )
         said, _ = encode(hello)
+        asked = trio.current_time()
         await connection.send(Frame(Proof(proof(key, "caller", said, answer.nonce))))
         theirs = await _receive(connection)
         if not isinstance(theirs, Proof) or not hmac.compare_digest(
@@ -65,6 +68,7 @@ async def greet(connection: Connection, hello: Hello, key: bytes | None = None) 
         )
     if not isinstance(answer, Welcome):
         raise HandshakeError(f"{connection.peer} answered a Hello with {type(answer).__name__}")
+    connection.clocks = (asked, answer.clock, trio.current_time())
     connection.agree(hello.activation, Limits(columns=hello.n_embd))
     return answer
 
@@ -117,7 +121,7 @@ async def welcome(
     connection: Connection, hello: Hello, descriptors: tuple[StageDescriptor, ...] = ()
 ) -> None:
     """Accepts; `descriptors` are this stage's and those after it. From now on frames of the usual size pass."""
-    await connection.send(Frame(Welcome(PROTOCOL_VERSION, descriptors)))
+    await connection.send(Frame(Welcome(PROTOCOL_VERSION, descriptors, trio.current_time())))
     columns = descriptors[0].n_embd if descriptors else hello.n_embd
     connection.agree(hello.activation, Limits(columns=columns))
 

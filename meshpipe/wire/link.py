@@ -185,7 +185,8 @@ class Link:
         for connection, _ in self._ways:
             connection.packed = watch.packed if watch is not None else None
         self.beats: deque[tuple[float, float, float]] = deque(maxlen=64)
-        """The last heartbeats: sent (this clock), answered (the peer's), received (this clock); seconds."""
+        """The handshake's and the last heartbeats': sent (this clock), answered (the peer's), received (this clock)."""
+        self.beats += [connection.clocks for connection, _ in self._ways if connection.clocks is not None]
         self._numbers = itertools.count(1)
         self._asks: dict[int, Ask[Any]] = {}
         self._probes: dict[int, trio.Event] = {}
