@@ -80,7 +80,7 @@ def test_speculation_does_not_slow_novel_text(delay: float) -> None:
 
 
 def test_many_sessions_with_random_cancellations_leave_nothing_behind() -> None:
-    async def main() -> tuple[float, list[int]]:
+    async def main(sessions: int) -> tuple[float, list[int]]:
         finished: list[int] = []
 
         async def one(sim: Simulated, number: int) -> None:
@@ -99,15 +99,15 @@ def test_many_sessions_with_random_cancellations_leave_nothing_behind() -> None:
 
         async with simulated(both, 3, lanes=16, jitter=0.01) as sim:
             async with trio.open_nursery() as nursery:
-                for number in range(64):
+                for number in range(sessions):
                     nursery.start_soon(one, sim, number)
             await settle()
             sim.assert_nothing_is_left()
             return trio.current_time(), finished
 
-    elapsed, finished = run(main, seed=1)
+    _, finished = run(main, 64, seed=1)
     assert len(finished) > 10
-    assert run(main, seed=1) == (elapsed, finished)  # the same seed, the same run
+    assert run(main, 16, seed=2) == run(main, 16, seed=2)  # the same seed, the same run
 
 
 @pytest.mark.slow
