@@ -11,7 +11,6 @@ only hands text on. A client that goes away ends its request, and the lane is fr
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
@@ -22,16 +21,7 @@ from meshpipe import MeshpipeError, Sampling
 from meshpipe.aio import Pipeline
 from meshpipe.cli.demo import demo_model
 
-MODEL = sys.argv[1] if len(sys.argv) > 1 else None
-
-
-@asynccontextmanager
-async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    async with Pipeline.spawn(MODEL or demo_model(), split=2, lanes=4, context=1024) as app.state.pipeline:
-        yield
-
-
-app = FastAPI(lifespan=lifespan)
+app = FastAPI()
 
 
 @app.get("/poem")
@@ -66,10 +56,20 @@ async def load() -> dict[str, int]:
     return {"active": app.state.pipeline.coordinator.active}
 
 
-if __name__ == "__main__":
+async def main(model: str, address: str) -> None:
     config = Config()
-    config.bind = sys.argv[2] if len(sys.argv) > 2 else "127.0.0.1:8000"
+    config.bind = address
+    async with Pipeline.spawn(model, split=2, lanes=4, context=1024) as app.state.pipeline:
+        await serve(app, config)
+
+
+if __name__ == "__main__":
     try:
-        asyncio.run(serve(app, config))
+        asyncio.run(
+            main(
+                sys.argv[1] if len(sys.argv) > 1 else str(demo_model()),
+                sys.argv[2] if len(sys.argv) > 2 else "127.0.0.1:8000",
+            )
+        )
     except MeshpipeError as error:
         sys.exit(str(error))

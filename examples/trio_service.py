@@ -60,5 +60,5 @@ if __name__ == "__main__":
             sys.argv[1] if len(sys.argv) > 1 else str(demo_model()),
             int(sys.argv[2]) if len(sys.argv) > 2 else 7100,
         )
-    except MeshpipeError as error:
+    except (MeshpipeError, ValueError) as error:
         sys.exit(str(error))

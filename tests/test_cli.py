@@ -58,9 +58,15 @@ def test_every_command_is_documented() -> None:
     [
         ([], "COMMAND"),
         (["generat"], "invalid choice: 'generat'"),
-        (["generate", "--lane", "2"], "unrecognized arguments: --lane"),
+        (
+            ["generate", "--lane", "2"],
+            "arguments: --lane 2; did you mean --lanes? (see meshpipe generate --help)",
+        ),
+        (["serve", "--zzz"], "unrecognized arguments: --zzz (see meshpipe serve --help)"),
         (["generate", "--prompt", "x", "--model", "M", "--max-tokens", "0"], "must be an integer from 1"),
         (["demo", "--max-tokens", "3.5"], "'3.5' is not allowed: it must be an integer from 1 to 2048"),
+        (["demo", "--max-tokens", "2000"], "--max-tokens is 2000: behind a prompt of "),
+        (["demo", "--prompt", ""], "--prompt has 0 tokens: 1 to 2047 fit"),
         (["demo", "--delay-ms", "-5"], "'-5' is not allowed: it must be a number from 0 to 100000"),
         (["--log", "loud", "demo"], "'loud' is not allowed: it must be one of debug"),
         (["stage", "--model", "M.gguf"], "--layers 15:30"),
@@ -126,7 +132,7 @@ def test_chat_sends_the_whole_conversation_and_says_how_fast() -> None:
         pipeline.generate = by_messages  # type: ignore[method-assign, assignment]
         chat.talk(
             pipeline,
-            Console(file=out, force_terminal=True, width=100, highlight=False),
+            chat.Screens(Console(file=out, force_terminal=True, width=100, highlight=False)),
             iter(["one", "two", "/new", "three"]),
             "be brief",
             {"max_tokens": 50},
@@ -143,6 +149,22 @@ def test_chat_sends_the_whole_conversation_and_says_how_fast() -> None:
     assert answers[1] in re.sub(r"\s+", " ", shown)
     assert "of 4 prompt tokens were cached, length]" in shown
     assert "tokens/s, acceptance 1" in shown
+
+
+def test_chat_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    with blocking.Pipeline(pipe(periodic(), cost=QUICK, context=60)) as pipeline:
+        generate = pipeline.generate
+
+        def by_messages(messages: list[dict[str, str]], **how: object) -> blocking.Generation:
+            return generate([1] * 30 * len(messages), **how)
+
+        pipeline.generate = by_messages  # type: ignore[method-assign, assignment]
+        chat.talk(pipeline, chat.Objects(), iter(["one", "two"]), None, {"max_tokens": 8})
+    said, refused = map(json.loads, capsys.readouterr().out.splitlines())
+    assert said["tokens"] == serial(periodic(), [1] * 30, 8)
+    assert said["text"].split() == list(map(str, said["tokens"]))
+    assert said["report"]["completion_tokens"] == 8
+    assert "context" in refused["error"]
 
 
 class Terminal:

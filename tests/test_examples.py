@@ -53,7 +53,9 @@ def test_notebook() -> None:
     assert float(output[-1].split()[-1]) > 0.5
 
 
-@pytest.mark.parametrize("name", ["local.py", "spawn.py", "notebook.py", "trio_service.py"])
+@pytest.mark.parametrize(
+    "name", ["local.py", "spawn.py", "notebook.py", "trio_service.py", "fastapi_service.py", "connect.py"]
+)
 def test_a_bad_model_is_one_line(name: str) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), "none.gguf"], capture_output=True, text=True, timeout=60

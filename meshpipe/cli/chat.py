@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, Protocol
 
-from attrs import define
+from attrs import define, frozen
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
@@ -17,6 +18,7 @@ from rich.text import Text
 from meshpipe.blocking import Generation, Pipeline
 from meshpipe.cli.arguments import Commands, add_settings, checked, command, configured
 from meshpipe.cli.pipelines import pipeline_of
+from meshpipe.cli.progress import shown
 from meshpipe.cli.trace import add_trace, recorded
 from meshpipe.configuration.kinds import Integer
 from meshpipe.errors import CapacityError, UsageError
@@ -36,6 +38,7 @@ def add_commands(commands: Commands) -> None:
         "meshpipe chat --model M.gguf --split 2 --spawn",
         'meshpipe chat --topology mesh.toml --system "Answer in one sentence." --temperature 0.7',
         "meshpipe chat --model M.gguf < questions.txt",
+        "meshpipe chat --model M.gguf --json < questions.txt",
     )
     what = parser.add_argument_group("what")
     what.add_argument("--system", help="what the model is told before the conversation")
@@ -47,6 +50,9 @@ def add_commands(commands: Commands) -> None:
         help="tokens of an answer (default 512)",
     )
     add_settings(parser, "pipeline", "engine", "speculation", "sampling", "links", "security")
+    parser.add_argument(
+        "--json", action="store_true", help="print one object for each answer instead of streaming text"
+    )
     add_trace(parser)
     parser.set_defaults(run=run)
 
@@ -59,12 +65,14 @@ def run(options: argparse.Namespace) -> int:
         "sampling": found.settings.sampling(),
         "speculation": found.settings.speculation_settings(),
     }
+    asking = sys.stdin.isatty() and not options.json
     console = Console(highlight=False)
-    with Pipeline(recorded(pipeline_of(found), options.trace)) as pipeline:
+    display = Objects() if options.json else Screens(console)
+    with Pipeline(shown(recorded(pipeline_of(found), options.trace))) as pipeline:
         pipeline.run(_require_template)
-        if sys.stdin.isatty():
+        if asking:
             console.print(HELP, style="dim")
-        talk(pipeline, console, questions(), options.system, how)
+        talk(pipeline, display, questions(asking), options.system, how)
     return 0
 
 
@@ -73,9 +81,9 @@ async def _require_template(coordinator: Coordinator) -> None:
         raise UsageError("this model carries no chat template: use `meshpipe generate`")
 
 
-def questions() -> Iterator[str]:
-    """Lines with something in them, edited by the user where standard input is a terminal."""
-    if not sys.stdin.isatty():
+def questions(asking: bool) -> Iterator[str]:
+    """Lines with something in them: `asking`, typed behind a prompt, else those of standard input."""
+    if not asking:
         yield from filter(None, map(str.strip, sys.stdin))
         return
     with suppress(ImportError):
@@ -90,8 +98,18 @@ def questions() -> Iterator[str]:
             yield line
 
 
+class Display(Protocol):
+    """Where answers go."""
+
+    def answer(self, generation: Generation) -> str:
+        """Reads an answer to its end, shows it, and returns its text."""
+
+    def refuse(self, error: CapacityError) -> None:
+        """A conversation has become too long."""
+
+
 def talk(
-    pipeline: Pipeline, console: Console, lines: Iterator[str], system: str | None, how: dict[str, Any]
+    pipeline: Pipeline, display: Display, lines: Iterator[str], system: str | None, how: dict[str, Any]
 ) -> None:
     """The conversation. All of it goes to the model each time; the lane still holds what was there before."""
     beginning = [{"role": "system", "content": system}] if system else []
@@ -103,16 +121,53 @@ def talk(
         messages.append({"role": "user", "content": line})
         try:
             with pipeline.generate(messages=messages, **how) as generation:
-                text, meter = show(generation, console)
+                text = display.answer(generation)
         except CapacityError as error:
             messages.pop()
-            console.print(f"{error} (/new begins a new conversation)", style="red")
+            display.refuse(error)
             continue
         messages.append({"role": "assistant", "content": text})
+
+
+@frozen
+class Screens:
+    """For people: text as it comes, and a line on how fast that was."""
+
+    console: Console
+
+    def answer(self, generation: Generation) -> str:
+        """See `Display`."""
+        text, meter = show(generation, self.console)
         report = generation.report
         if report is not None:
-            notes = console if console.is_terminal else Console(stderr=True, highlight=False)
+            notes = self.console if self.console.is_terminal else Console(stderr=True, highlight=False)
             notes.print(f"[{conclude(report, meter)}]", style="dim", markup=False)
+        return text
+
+    def refuse(self, error: CapacityError) -> None:
+        """See `Display`."""
+        self.console.print(f"{error} (/new begins a new conversation)", style="red")
+
+
+class Objects:
+    """For machines: a line for each answer, an object with prompt_tokens, tokens, text and report, or with error."""
+
+    def answer(self, generation: Generation) -> str:
+        """See `Display`."""
+        pieces = list(generation)
+        text = "".join(piece.text for piece in pieces)
+        said = {
+            "prompt_tokens": list(generation.prompt_tokens),
+            "tokens": [token for piece in pieces for token in piece.tokens],
+            "text": text,
+            "report": generation.report.to_dict() if generation.report is not None else None,
+        }
+        print(json.dumps(said), flush=True)
+        return text
+
+    def refuse(self, error: CapacityError) -> None:
+        """See `Display`."""
+        print(json.dumps({"error": str(error)}), flush=True)
 
 
 def show(generation: Generation, console: Console) -> tuple[str, Meter]:

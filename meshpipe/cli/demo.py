@@ -13,14 +13,18 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import trio
 from attrs import asdict, frozen
 
 from meshpipe.cli.arguments import Commands, checked, command
+from meshpipe.cli.progress import shown
 from meshpipe.configuration.kinds import Integer, Number
 from meshpipe.errors import UsageError
+from meshpipe.llama.vocabulary import Vocabulary
 from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.pipeline.remote import open_spawned
 from meshpipe.pipeline.report import Report
@@ -95,10 +99,26 @@ def run(options: argparse.Namespace) -> int:
     """Runs the three; 1 if the output of the split model is not the unsplit model's."""
     model = Path(options.model) if options.model is not None else demo_model()
     screen = Screen(silent=options.json)
-    result = trio.run(_demo, model, options, screen)
+    prompt = _prompt(model, options)
+    result = trio.run(_demo, model, prompt, options, screen)
     if options.json:
         print(json.dumps(asdict(result) | {"ratio": result.ratio}))
     return 0 if result.equal else 1
+
+
+def _prompt(model: Path, options: argparse.Namespace) -> tuple[int, ...]:
+    """The prompt's tokens. Raises UsageError for what does not fit, before any stage is started."""
+    with closing(Vocabulary(model)) as vocabulary:
+        prompt = vocabulary.tokenize(options.prompt)
+    if not 0 < len(prompt) < CONTEXT:
+        raise UsageError(f"--prompt has {len(prompt)} tokens: 1 to {CONTEXT - 1} fit")
+    for flag, count in (("--max-tokens", options.max_tokens), ("--serial-tokens", options.serial_tokens)):
+        if len(prompt) + count > CONTEXT:
+            raise UsageError(
+                f"{flag} is {count}: behind a prompt of {len(prompt)} tokens it must be at most "
+                f"{CONTEXT - len(prompt)}"
+            )
+    return prompt
 
 
 def demo_model() -> Path:
@@ -188,29 +208,28 @@ class Screen:
         sys.stdout.flush()
 
 
-async def _demo(model: Path, options: argparse.Namespace, screen: Screen) -> Demo:
+async def _demo(model: Path, prompt: tuple[int, ...], options: argparse.Namespace, screen: Screen) -> Demo:
     delay = options.delay_ms / 1000
-    async with open_spawned(
-        model, options.split, context=CONTEXT, conditions=Conditions(delay=delay) if delay else None
-    ) as pipeline:
+    conditions = Conditions(delay=delay) if delay else None
+    stages = shown(partial(open_spawned, model, options.split, context=CONTEXT, conditions=conditions))
+    async with stages() as pipeline:
         layers = [descriptor.layers for descriptor in pipeline.descriptors]
         split = (0, *(stop for _, stop in layers))
         ranges = " and ".join(f"{start}:{stop}" for start, stop in layers)
         screen.say(
             f"{model.name}, layers {ranges} in {len(layers)} processes, {options.delay_ms:g} ms apart each way"
         )
-        count = len(pipeline.vocabulary.tokenize(options.prompt))
-        screen.say(f"Prompt: {count} tokens, the last of them {options.prompt[-40:]!r}")
+        screen.say(f"Prompt: {len(prompt)} tokens, the last of them {options.prompt[-40:]!r}")
         serial = await _run(
-            pipeline, "Token by token", options.prompt, options.serial_tokens, Speculation(mode="off"), screen
+            pipeline, "Token by token", prompt, options.serial_tokens, Speculation(mode="off"), screen
         )
         pipelined = await _run(
-            pipeline, "Pipelined, with speculation", options.prompt, options.max_tokens, Speculation(), screen
+            pipeline, "Pipelined, with speculation", prompt, options.max_tokens, Speculation(), screen
         )
     screen.say("\n— The unsplit model, for comparison …")
-    async with open_spawned(model, 1, context=CONTEXT) as whole:
+    async with shown(partial(open_spawned, model, 1, context=CONTEXT))() as whole:
         unsplit = await _run(
-            whole, None, options.prompt, options.max_tokens, Speculation(mode="off"), Screen(silent=True)
+            whole, None, prompt, options.max_tokens, Speculation(mode="off"), Screen(silent=True)
         )
     equal = (
         pipelined.tokens == unsplit.tokens
@@ -225,7 +244,7 @@ async def _demo(model: Path, options: argparse.Namespace, screen: Screen) -> Dem
 async def _run(
     pipeline: Coordinator,
     title: str | None,
-    prompt: str,
+    prompt: Sequence[int],
     count: int,
     speculation: Speculation,
     screen: Screen,

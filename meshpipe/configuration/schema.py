@@ -111,8 +111,10 @@ class Configuration:
         "pipeline", SECONDS, "seconds of a round trip above which no pipeline is formed", unset="any"
     )
 
-    lanes: int = _setting("engine", Integer(1, 255), "sessions at a time", 1)
-    context: int = _setting("engine", Integer(1, MOST_TOKENS), "tokens of a lane", 4096)
+    lanes: int = _setting("engine", Integer(1, 255), "sessions at a time; with topology: at least", 1)
+    context: int = _setting(
+        "engine", Integer(1, MOST_TOKENS), "tokens of a lane; with topology: at least", 4096
+    )
     threads: int = _setting("engine", Integer(1, 512), "threads of a stage", 1)
     exact: bool = _setting(
         "engine",
