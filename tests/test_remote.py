@@ -70,7 +70,7 @@ async def mesh(stages: int, security: Security = OPEN, lanes: int = 4, **changes
 
 
 def joined(topology: Topology, **options: Any):  # type: ignore[no-untyped-def]
-    return open_remote(topology, FakeVocabulary(), **options)  # type: ignore[arg-type]
+    return open_remote(topology, options.pop("vocabulary", FakeVocabulary()), **options)
 
 
 async def generate(pipeline: Coordinator, prompt: list[int], count: int = 60, **options: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -23,6 +25,11 @@ from meshpipe.pipeline.runner import LlamaRunner
 from meshpipe.topology.layout import parse_layers
 from meshpipe.wire.conditions import Conditions
 from meshpipe.wire.endpoints import Address, listen, local_address
+
+log = logging.getLogger("meshpipe.stage")
+
+HANGS = 5
+"""Exit status of a stage whose decode hung for good."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -77,6 +84,7 @@ async def _serve(
     async with trio.open_nursery() as nursery:
         await nursery.start(host.run, listeners)
         _say_ready(runner, str(local_address(listeners[0])), options.json)
+        nursery.start_soon(_end_if_hopeless, host)
         if options.exit_with_parent:
             nursery.start_soon(_until_input_ends, nursery.cancel_scope)
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
@@ -115,6 +123,14 @@ async def _drain(host: StageHost, seconds: float, scope: trio.CancelScope) -> No
     with trio.move_on_after(seconds):
         await host.drain()
     scope.cancel()
+
+
+async def _end_if_hopeless(host: StageHost) -> None:
+    """llama.cpp cannot be called back from a decode that hangs: only a new process helps, which others start."""
+    await host.stage.watchdog.hopeless.wait()
+    log.error("this stage hangs for good; ending the process: %s", host.stage.watchdog.hangs)
+    logging.shutdown()
+    os._exit(HANGS)
 
 
 async def _until_input_ends(scope: trio.CancelScope) -> None:

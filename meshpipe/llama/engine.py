@@ -42,7 +42,7 @@ from meshpipe.llama import architectures, bindings
 from meshpipe.llama.mtp import Mtp, load_mtp
 from meshpipe.llama.options import EngineOptions
 from meshpipe.llama.slicing import Slice, read_slice, slice_nextn
-from meshpipe.llama.tap import Tap, abort_callback
+from meshpipe.llama.tap import Tap, Watch, abort_callback
 from meshpipe.messages import Rows
 
 EXACT_ROWS = 63
@@ -135,7 +135,8 @@ class StageEngine:
         self._model = self._context = None
         self._hidden: list[list[Rows]] = []
         self._lengths = [0] * lanes
-        self._abort = ctypes.c_int(0)
+        self._watch = Watch()
+        self._decodes_run = 0
         self._tap: Tap | None = None
         if options.repack:
             options.require_repack_survives(self.slice.path)
@@ -193,7 +194,7 @@ class StageEngine:
         callback = abort_callback()
         if callback is not None:
             params.abort_callback = callback
-            params.abort_callback_data = ctypes.cast(ctypes.byref(self._abort), ctypes.c_void_p)
+            params.abort_callback_data = ctypes.cast(ctypes.byref(self._watch), ctypes.c_void_p)
         context = llama_cpp.llama_init_from_model(self._model, params)
         if not context:
             raise CapacityError(
@@ -296,11 +297,19 @@ class StageEngine:
 
     def abort(self) -> None:
         """Ends the running decode early (from any thread); without effect where no C compiler was found."""
-        self._abort.value = 1
+        self._watch.abort = 1
+
+    @property
+    def steps(self) -> int:
+        """A number that rises as decodes compute (readable from any thread).
+
+        On a CPU with the compiled tap with every node of a graph; else with every decode.
+        """
+        return self._decodes_run + int(self._watch.steps)
 
     def rearm(self) -> None:
         """Forgets an `abort`."""
-        self._abort.value = 0
+        self._watch.abort = 0
 
     def _check(self, spans: Sequence[Span]) -> dict[int, int]:
         """The first start of every lane in the job."""
@@ -387,6 +396,7 @@ class StageEngine:
         if self.gives_hidden_rows:
             llama_cpp_ext.llama_set_embeddings_nextn(self._context, hidden, False)
         status = llama_cpp.llama_decode(self._context, self._batch)
+        self._decodes_run += 1
         if status == 2:
             raise Aborted("the decode was aborted")
         if status != 0:

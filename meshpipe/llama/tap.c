@@ -25,4 +25,13 @@ bool meshpipe_tap(const void *tensor, bool ask, void *data) {
     return false;
 }
 
-bool meshpipe_abort(void *flag) { return *(volatile int *) flag != 0; }
+struct watch {
+    volatile int abort;
+    volatile long long steps; /* nodes computed so far: whoever watches sees that the decode is alive */
+};
+
+bool meshpipe_abort(void *data) {
+    struct watch *watch = data;
+    watch->steps++;
+    return watch->abort != 0;
+}

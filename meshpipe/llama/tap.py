@@ -43,6 +43,12 @@ class _Tap(ctypes.Structure):
     )
 
 
+class Watch(ctypes.Structure):
+    """`struct watch` of tap.c: `abort` not 0 ends the decode, `steps` counts the nodes of graphs computed."""
+
+    _fields_ = (("abort", ctypes.c_int), ("steps", ctypes.c_longlong))
+
+
 def _cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshpipe" / "tap"
 
@@ -76,7 +82,7 @@ def compiled() -> ctypes.CDLL | None:
 
 
 def abort_callback() -> Any:
-    """A callback for `llama_context_params.abort_callback` whose data is a pointer to an int: non-zero aborts.
+    """A callback for `llama_context_params.abort_callback` whose data is a pointer to a `Watch`.
 
     None where the tap could not be compiled: called from Python once a node, it would cost more than it saves.
     """

@@ -85,6 +85,7 @@ class _Held:
     """A coordinator's route through this stage. `end` ends it; `over` is set when all of it is gone."""
 
     incarnation: int
+    stage: int
     back: WayBack
     end: trio.CancelScope
     over: trio.Event = field(factory=trio.Event)
@@ -155,6 +156,13 @@ class StageHost:
         """Answers callers; a caller's fault ends that caller's route and nothing else."""
         async with owned_nursery() as nursery:
             nursery.start_soon(supervise, self._mailbox, lambda _: self.stage)
+
+            def tell_all(reason: str) -> None:
+                log.error("this stage hangs: %s", reason)
+                for held in self._routes.values():
+                    nursery.start_soon(_tell, held, reason)
+
+            nursery.start_soon(self.stage.watchdog.watch, tell_all)
             await nursery.start(serve, listeners, self._answer, self.security)
             task_status.started()
             await trio.sleep_forever()
@@ -167,6 +175,8 @@ class StageHost:
     async def _answer(self, call: Call) -> None:
         if self.draining:
             raise HandshakeError("this stage is shutting down: call another one")
+        if self.stage.watchdog.hangs is not None:
+            raise HandshakeError(f"this stage hangs: {self.stage.watchdog.hangs}; call another one")
         if call.hello.stage == 0:
             for connection in (call.data, call.control):
                 if connection is not None:
@@ -221,7 +231,9 @@ class StageHost:
                 watch=watch,
             )
             back = WayBack(up.ref)
-            held = self._routes[hello.pipeline] = _Held(hello.incarnation, back, nursery.cancel_scope)
+            held = self._routes[hello.pipeline] = _Held(
+                hello.incarnation, hello.stage, back, nursery.cancel_scope
+            )
             stack.callback(held.over.set)
             stack.callback(self._routes.pop, hello.pipeline)
             if not is_last:
@@ -366,6 +378,12 @@ class StageHost:
         finally:
             if back.stream is link.ref:
                 back.stream = None
+
+
+async def _tell(held: _Held, reason: str) -> None:
+    """Tells a coordinator that this stage hangs: it looks for another one."""
+    with suppress(ActorGoneError):
+        await held.back.send(SessionFailed(None, held.stage, reason))
 
 
 def _send_room(descriptor: StageDescriptor) -> int:

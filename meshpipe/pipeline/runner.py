@@ -85,6 +85,9 @@ class Runner(Protocol):
     def length(self, lane: int) -> int:
         """Positions in the lane's cache."""
 
+    def steps(self) -> int:
+        """A number that rises as a decode computes, or at least with every decode."""
+
     async def run(self, jobs: Sequence[Job]) -> list[Result]:
         """Trims and runs the jobs as one indivisible piece of work.
 
@@ -137,6 +140,7 @@ class LlamaRunner:
     def __init__(self, engine: StageEngine) -> None:
         self._engine = engine
         self._samplers: dict[int, Sampler] = {}
+        self._picked = 0
         slice_ = engine.slice
         self.descriptor = StageDescriptor(
             model_digest=slice_.model_digest,
@@ -177,6 +181,10 @@ class LlamaRunner:
         """See `Runner.length`."""
         return self._engine.length(lane)
 
+    def steps(self) -> int:
+        """See `Runner.steps`: nodes computed, and windows picked for."""
+        return self._engine.steps + self._picked
+
     async def run(self, jobs: Sequence[Job]) -> list[Result]:
         """See `Runner.run`."""
         self._engine.rearm()
@@ -212,6 +220,7 @@ class LlamaRunner:
             if job.window.wanted and not _goes_on(job, picks):
                 wrong.add(job.lane)
             results.append(picks)
+            self._picked += 1
         return results
 
     def _with_drafts(self, job: Job, picks: Picks, hidden: Rows | None) -> Picks:
@@ -273,6 +282,7 @@ class SimulatedRunner:
         self._cost = CostCurve(descriptor.cost)
         self._target = target
         self._caches: list[list[int]] = [[] for _ in range(descriptor.lanes)]
+        self._decodes = 0
         self._is_last = descriptor.layers[1] == descriptor.layer_count
 
     def open(self, lane: int, sampling: Sampling, prompt: int = 0) -> None:
@@ -288,8 +298,13 @@ class SimulatedRunner:
     def abort(self) -> None:
         """See `Runner.abort`: this one cannot."""
 
+    def steps(self) -> int:
+        """See `Runner.steps`: one a decode."""
+        return self._decodes
+
     async def run(self, jobs: Sequence[Job]) -> list[Result]:
         """See `Runner.run`."""
+        self._decodes += 1
         await trio.sleep(self._cost(sum(job.window.width for job in jobs)))
         results: list[Result] = []
         for job in jobs:

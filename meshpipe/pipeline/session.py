@@ -55,6 +55,9 @@ from meshpipe.speculation.settings import Speculation
 from meshpipe.telemetry.observers import Observer
 from meshpipe.telemetry.spans import COORDINATOR, Cause, Kind, Recorder, Span
 
+MOST_RESUMES = 5
+"""Times that a session begins again without any progress in between: what it asks for may be what hangs the stages."""
+
 
 class Text(Protocol):
     """Turns tokens into text as they come (`meshpipe.llama.vocabulary.TextStream`)."""
@@ -218,6 +221,7 @@ class Session(Actor[SessionMessage]):
         self._refused_since: float | None = None
         self._refusals = 0
         self._silences = 0
+        self._resumed_in_vain = 0
         self._watch = Stopwatch(trio.current_time())
         self._logprobs: dict[int, TokenLogprobs] = {}  # of picks that are not committed yet, by position
         self._waits_for = Cause.REPLY
@@ -258,6 +262,12 @@ class Session(Actor[SessionMessage]):
             if self._ledger.finished is not None:
                 return
         if self._around.first.up and self._generation != self._around.first.generation:
+            if self._resumed_in_vain == MOST_RESUMES:
+                raise StageLostError(
+                    f"session {self._ledger.session}: begun again {MOST_RESUMES} times, and each time a stage was lost "
+                    "before there was any progress"
+                )
+            self._resumed_in_vain += 1
             await self._begin_again(reuse=self._around.first.same_caches)
 
     # ---------------------------------------------------------------- patience
@@ -348,7 +358,7 @@ class Session(Actor[SessionMessage]):
     async def replied(self, reply: Reply) -> None:
         """A window's picks: commits what they confirm."""
         now = trio.current_time()
-        self._silences = 0
+        self._silences = self._resumed_in_vain = 0
         sent = self._sent.pop(reply.number, None)
         self._record(Kind.REPLY, reply.number, len(reply.tokens), epoch=reply.epoch)
         if sent is not None and reply.epoch == self._ledger.epoch:
@@ -369,7 +379,7 @@ class Session(Actor[SessionMessage]):
     @handles(Progress)
     async def progressed(self, progress: Progress) -> None:
         """A prefill window has been run everywhere: there is room for another."""
-        self._silences = 0
+        self._silences = self._resumed_in_vain = 0
         self._prefilling.discard(progress.number)
 
     @handles(SessionOpened)

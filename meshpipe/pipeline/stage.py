@@ -44,6 +44,7 @@ from meshpipe.messages import (
 from meshpipe.pipeline.lanes import prefix_digest
 from meshpipe.pipeline.merging import merged_count
 from meshpipe.pipeline.runner import Aborted, Job, Picks, Result, Runner
+from meshpipe.pipeline.watchdog import Watchdog
 from meshpipe.speculation.policy import CostCurve
 from meshpipe.telemetry.spans import Kind, Recorder, Span
 
@@ -250,6 +251,7 @@ class Stage(Actor[StageMessage]):
         self.counters = StageCounters()
         self._runner = runner
         self._cost = CostCurve(runner.descriptor.cost or ((1, 1.0), (2, 2.0)))
+        self.watchdog = Watchdog(self._cost, runner.steps)
         self._is_last = runner.descriptor.layers[1] == runner.descriptor.layer_count
         self._sessions: dict[tuple[Route, int], _Session] = {}
         self._lanes: dict[int, _Session] = {}
@@ -469,6 +471,10 @@ class Stage(Actor[StageMessage]):
             jobs.append(Job(session.lane, window, session.tokens, opening.mtp, opening.hidden_from, follows))
         self._running = runnable
         began = trio.current_time()
+        drafts = sum(job.window.drafts for job in jobs)
+        self.watchdog.began(
+            sum(job.window.width for job in jobs), drafts * self._runner.descriptor.draft_cost
+        )
         try:
             results: list[Result] | MeshpipeError | None = await self._runner.run(jobs)
         except Aborted:
@@ -479,6 +485,8 @@ class Stage(Actor[StageMessage]):
             results = None
         except MeshpipeError as error:
             results = error
+        finally:
+            self.watchdog.ended()
         service = trio.current_time() - began
         self.counters.jobs += 1
         self.counters.busy += service
