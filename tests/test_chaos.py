@@ -1,4 +1,4 @@
-"""Twelve faults at random moments, and the real model; many more with `python -m tests.chaos --faults 200`."""
+"""Twenty faults at random moments, and the real model; many more with `python -m tests.chaos --faults 200`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,28 @@ from pathlib import Path
 import pytest
 import tiny
 import trio
-from chaos.harness import attack
+from chaos.harness import FAULTS, MOMENTS, Plan, attack
 from reference import greedy
 
 from meshpipe import Pipeline
 from meshpipe.llama.vocabulary import Vocabulary
+from meshpipe.wire.link import Heartbeat
 
 pytestmark = pytest.mark.slow
+
+
+CLOSE_TOGETHER = Plan(
+    gap=(0.02, 0.15), heartbeat=Heartbeat(0.2, 1.0), requests=8, sizes=(1, 40, 200), counts=(1, 20, 40)
+)
 
 
 @pytest.mark.timeout(400)  # starting Python again and again takes its time on a busy machine
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
 async def test_no_request_is_lost_while_there_is_a_standby(tmp_path: Path) -> None:
-    tally = await attack(tiny.write(tmp_path / "tiny.gguf", "llama"), faults=12, seed=7)
-    assert len(tally.faults) == 12
+    """Every kind of fault there is, once at least."""
+    tally = await attack(tiny.write(tmp_path / "tiny.gguf", "llama"), len(FAULTS), 7, CLOSE_TOGETHER)
+    assert {fault.kind for fault in tally.faults} == set(FAULTS)
+    assert {fault.moment for fault in tally.faults} == set(MOMENTS)
     assert tally.errors == []
 
 

@@ -1,7 +1,7 @@
 """Runs the chaos harness and prints what became of it as one JSON object.
 
 python -m tests.chaos --faults 200 --seed 1
-python -m tests.chaos --seconds 1200 --load 16      # a soak: how memory grew is in the output
+python -m tests.chaos --soak 1200 --load 16      # a soak, in seconds: how memory grew is in the output
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -19,28 +20,28 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import tiny
 
-from .harness import attack
+from .harness import Plan, attack
 
 
 def main() -> None:
     """The command line; see the top of this file."""
     parser = argparse.ArgumentParser("python -m tests.chaos", description="Faults at random moments.")
-    parser.add_argument("--faults", type=int, default=10**9, help="how many (default: as many as come)")
-    parser.add_argument("--seconds", type=float, help="for how long (default: until all faults have come)")
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--faults", type=int, metavar="N", help="as many, one close upon the other")
+    length.add_argument("--soak", type=float, metavar="SECONDS", help="one every ten seconds or so")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--load", type=int, default=3, help="requests at a time")
     parser.add_argument("--log", default="error")
     arguments = parser.parse_args()
-    if arguments.seconds is None and arguments.faults == 10**9:
-        parser.error("say --faults or --seconds")
+    if arguments.soak is None:
+        plan = Plan(load=arguments.load)
+    else:  # long links, so that not the processor's time is what requests wait for; two processes live all the while
+        plan = Plan(load=arguments.load, gap=(5.0, 15.0), delay=0.05, spared=frozenset({0, 1}))
     logging.basicConfig(level=arguments.log.upper(), stream=sys.stderr)
     with tempfile.TemporaryDirectory() as directory:
         model = tiny.write(Path(directory) / "tiny.gguf", "llama")
-        tally = trio.run(
-            lambda: attack(
-                model, arguments.faults, arguments.seed, seconds=arguments.seconds, load=arguments.load
-            )
-        )
+        faults = sys.maxsize if arguments.faults is None else arguments.faults
+        tally = trio.run(partial(attack, model, faults, arguments.seed, plan, seconds=arguments.soak))
     print(json.dumps({"seed": arguments.seed, **tally.to_dict()}, indent=1))
 
 

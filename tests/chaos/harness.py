@@ -1,7 +1,7 @@
 """The chaos harness: a pipeline of real processes, requests that run all the time, and one fault after the other.
 
 Two stages of a tiny model with random weights (so that a decode takes a millisecond), each with a warm standby,
-all behind relays that can be told to misbehave; links are `DELAY` seconds long. A seed decides which faults come,
+all behind relays that can be told to misbehave; links are some milliseconds long. A seed decides which faults come,
 when, and what is asked for meanwhile. What must hold, whatever happens:
 
 - every request ends in bounded time, with exactly the tokens of an undisturbed run, or with a clear error and a
@@ -15,39 +15,77 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import trio
-from attrs import define, field
+from attrs import frozen
 
 from meshpipe import Coordinator, MeshpipeError, Sampling, StagePlace, Topology
 from meshpipe.actors.scope import owned_nursery
 from meshpipe.pipeline.children import Children, open_children, stage_command
 from meshpipe.pipeline.remote import open_remote
 from meshpipe.pipeline.way import WayState
+from meshpipe.telemetry.spans import Kind, Span
+from meshpipe.wire.link import HEARTBEAT, Heartbeat
 
+from .disk import on_a_disk
+from .memory import Sample, look, summary
+from .tally import Fault, Tally
 from .wire import Relay
 
-DELAY = 0.005
-LANES = 4
 CONTEXT = 512
 SPLIT = ((0, 3), (3, 6))
 DEADLINE = 60.0
 """Seconds within which every request has to end."""
 
 FAULTS = (
-    "kill", "kill", "stop", "blink", "reset", "reset", "hole", "held", "cut", "cut", "cancel", "terminate",
+    "kill", "kill", "kill", "terminate", "stop", "blink", "blink", "reset", "reset", "hole", "held", "held",
+    "cut", "cut", "cut", "cancel", "cancel", "disk", "coordinator", "rolling",
 )  # fmt: skip
-"""What can happen, some of it more often; "coordinator" and "rolling" come once in a while besides."""
+"""What can happen, some of it more often: dealt like cards, and shuffled anew when all have come."""
+
+DEADLY = frozenset({"kill", "terminate", "disk"})
+"""Those that end a process; `rolling` ends all."""
+
+MOMENTS = ("", "prefill", "decode", "divergence", "close")
+"""Which moment of a request a fault waits for; the empty one is any."""
+
+Ask = tuple[list[int], int, Sampling]
+"""A prompt, how many tokens to generate, and how."""
+
+
+@frozen
+class Plan:
+    """How much happens. `load`: requests at a time; `gap`: seconds between faults; `delay`: of links, one way.
+
+    `sizes`: lengths of prompts, and `counts` of answers, to choose from; `spared` processes are never ended.
+    """
+
+    load: int = 3
+    gap: tuple[float, float] = (0.05, 0.4)
+    delay: float = 0.005
+    heartbeat: Heartbeat = HEARTBEAT
+    requests: int = 12
+    sizes: Sequence[int] = (1, 5, 40, 200)
+    counts: Sequence[int] = (1, 20, 60, 120)
+    spared: frozenset[int] = frozenset()
+
+    @property
+    def lanes(self) -> int:
+        """As many as there are requests at a time, and one for another coordinator."""
+        return self.load + 1
+
+    @property
+    def hang(self) -> tuple[float, float]:
+        """Seconds that something hangs which is to be noticed."""
+        return 1.6 * self.heartbeat.deadline, 2.4 * self.heartbeat.deadline
 
 
 class Tokens:
@@ -61,66 +99,28 @@ class Tokens:
         return f"{token} ".encode()
 
 
-@define
-class Fault:
-    """One fault: what, to which process or relay, and when it was noticed, mended, and felt no more (seconds)."""
-
-    kind: str
-    target: int
-    noticed: float | None = None
-    joined: float | None = None
-    going_on: float | None = None
-
-
-@define
-class Tally:
-    """What became of the requests, and of the faults."""
-
-    faults: list[Fault] = field(factory=list)
-    requests: int = 0
-    resumed: int = 0
-    cancelled: int = 0
-    errors: list[str] = field(factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data: counts, and median and worst times by kind of fault, in seconds."""
-        kinds = Counter(fault.kind for fault in self.faults)
-        times: dict[str, Any] = {}
-        for kind in kinds:
-            mine = [fault for fault in self.faults if fault.kind == kind]
-            times[kind] = {
-                name: _median_and_worst(
-                    [value for fault in mine if (value := getattr(fault, name)) is not None]
-                )
-                for name in ("noticed", "joined", "going_on")
-            }
-        return {
-            "faults": dict(kinds),
-            "requests": self.requests,
-            "resumed": self.resumed,
-            "cancelled": self.cancelled,
-            "errors": self.errors,
-            "seconds": times,
-        }
-
-
-def _median_and_worst(values: list[float]) -> list[float] | None:
-    return [round(statistics.median(values), 3), round(max(values), 3), len(values)] if values else None
-
-
 class Chaos:
     """The pipeline under attack, and what is known of it."""
 
     def __init__(
-        self, pipeline: Coordinator, children: Children, relays: list[Relay], topology: Topology, seed: int
+        self,
+        pipeline: Coordinator,
+        children: Children,
+        relays: list[Relay],
+        disks: list[Path],
+        topology: Topology,
+        plan: Plan,
+        seed: int,
     ) -> None:
-        self.pipeline, self.children, self.relays, self.topology = pipeline, children, relays, topology
+        self.pipeline, self.children, self.relays, self.disks = pipeline, children, relays, disks
+        self.topology, self.plan = topology, plan
         self.tally = Tally()
         self.random = random.Random(seed)
-        self.reference: dict[tuple[int, ...], list[int]] = {}
+        self.requests = [self._a_request() for _ in range(plan.requests)]
+        self._reference: dict[int, list[int]] = {}
         self._current: Fault | None = None
         self._began = 0.0
-        self._interrupted: set[int] = set()
+        self._moments = {moment: trio.Event() for moment in MOMENTS}
         changed = pipeline.way.on_change
 
         def on_change() -> None:
@@ -131,23 +131,28 @@ class Chaos:
 
     # ---------------------------------------------------------------- requests
 
-    def a_request(self) -> tuple[list[int], int, Sampling]:
-        """A prompt, how many tokens to generate, and how."""
+    def _a_request(self) -> Ask:
         pick = self.random
-        prompt = [pick.randrange(96) for _ in range(pick.choice((1, 5, 40, 200)))]
-        count = pick.choice((1, 20, 60, 120))
+        prompt = [pick.randrange(96) for _ in range(pick.choice(self.plan.sizes))]
+        count = pick.choice(self.plan.counts)
         return prompt, count, Sampling(temperature=pick.choice((0.0, 0.0, 0.8)), seed=pick.randrange(1000))
 
-    async def learn(self, requests: list[tuple[list[int], int, Sampling]]) -> None:
+    async def learn(self) -> None:
         """What the undisturbed pipeline says."""
-        for prompt, count, sampling in requests:
-            done = await self.pipeline.complete(prompt, max_tokens=count, sampling=sampling)
-            self.reference[(*prompt, count, sampling.seed)] = list(done.tokens)
 
-    async def ask(self, request: tuple[list[int], int, Sampling], patience: float | None = None) -> bool:
-        """Runs one request and checks what it says; whether it came to its end."""
-        prompt, count, sampling = request
-        expected = self.reference[(*prompt, count, sampling.seed)]
+        async def one(number: int, prompt: list[int], count: int, sampling: Sampling) -> None:
+            done = await self.pipeline.complete(prompt, max_tokens=count, sampling=sampling)
+            self._reference[number] = list(done.tokens)
+
+        async with trio.open_nursery() as nursery:
+            for number, request in enumerate(self.requests):
+                nursery.start_soon(one, number, *request)
+
+    async def ask(self, number: int | None = None, patience: float | None = None) -> bool:
+        """Runs a request (which one: chance decides) and checks what it says; whether it came to its end."""
+        if number is None:
+            number = self.random.randrange(len(self.requests))
+        (prompt, count, sampling), expected = self.requests[number], self._reference[number]
         tokens: list[int] = []
         failure: MeshpipeError | None = None
         self.tally.requests += 1
@@ -155,17 +160,16 @@ class Chaos:
         cancelled = False
         with trio.fail_after(DEADLINE):
             async with self.pipeline.generate(prompt, max_tokens=count, sampling=sampling) as generation:
-                self._interrupted.add(me)
+                self._it_is("prefill")
                 try:
                     with trio.move_on_after(float("inf") if patience is None else patience) as scope:
                         async for piece in generation:
                             tokens += piece.tokens
-                            self._piece_came(me)
+                            self._it_is("close" if piece.report is not None else "decode")
+                            self._piece_came()
                     cancelled = scope.cancelled_caught
                 except MeshpipeError as error:
                     failure = error
-                finally:
-                    self._interrupted.discard(me)
         assert tokens == expected[: len(tokens)], f"request {me} said {tokens}, not {expected}"
         if cancelled:
             self.tally.cancelled += 1
@@ -179,7 +183,23 @@ class Chaos:
         self.tally.resumed += generation.report.resumes > 0
         return True
 
+    def span(self, span: Span) -> None:
+        """Looks for divergences in what the pipeline records."""
+        if span.kind == Kind.COMMIT and span.detail:
+            self._it_is("divergence")
+
+    def _it_is(self, moment: str) -> None:
+        self._moments[moment].set()
+        self._moments[moment] = trio.Event()
+
     # ---------------------------------------------------------------- faults
+
+    def faults(self) -> Iterator[str]:
+        """One deal of the cards after the other."""
+        while True:
+            cards = list(FAULTS)
+            self.random.shuffle(cards)
+            yield from cards
 
     def _way_changed(self) -> None:
         fault, way = self._current, self.pipeline.way
@@ -187,71 +207,100 @@ class Chaos:
             return
         if way.state is WayState.BROKEN and fault.noticed is None:
             fault.noticed = trio.current_time() - self._began
-        if way.state is WayState.UP and fault.joined is None:
+        if way.state is WayState.UP and fault.noticed is not None and fault.joined is None:
             fault.joined = trio.current_time() - self._began
 
-    def _piece_came(self, request: int) -> None:
+    def _piece_came(self) -> None:
         fault = self._current
         if fault is not None and fault.joined is not None and fault.going_on is None:
             fault.going_on = trio.current_time() - self._began
 
-    def _victim(self) -> int:
+    def _victim(self, kind: str) -> int:
         """A process that is in use, more often than not."""
-        used = [index for index, relay in enumerate(self.relays) if relay.used]
-        return self.random.choice(used if used and self.random.random() < 0.8 else range(len(self.relays)))
+        every = [
+            index for index in range(len(self.relays)) if kind not in DEADLY or index not in self.plan.spared
+        ]
+        used = [index for index in every if self.relays[index].used]
+        return self.random.choice(used if used and self.random.random() < 0.8 else every)
 
     async def strike(self, kind: str) -> None:
         """One fault, from its beginning to where all is as it was but for what it has done."""
-        target = self._victim()
-        fault = Fault(kind, target)
+        pick = self.random
+        moment, target = pick.choice(MOMENTS), self._victim(kind)
+        with trio.move_on_after(0.5) as waited:
+            if moment:
+                await self._moments[moment].wait()
+                await trio.sleep(pick.choice((0.0, pick.uniform(0.0, 4 * self.plan.delay))))
+        fault = Fault(kind, target, "" if waited.cancelled_caught else moment)
         self.tally.faults.append(fault)
-        relay, pick = self.relays[target], self.random
         self._current, self._began = fault, trio.current_time()
+        await self._do(kind, target)
+        await self._prove()
+        self._current = None
+
+    async def _do(self, kind: str, target: int) -> None:
+        relay, pick = self.relays[target], self.random
         if kind == "kill":
             self._signal(target, signal.SIGKILL)
         elif kind == "terminate":
             self._signal(target, signal.SIGTERM)
         elif kind in ("stop", "blink"):
             self._signal(target, signal.SIGSTOP)
-            await trio.sleep(pick.uniform(0.05, 1.0) if kind == "blink" else pick.uniform(4.0, 6.0))
+            await trio.sleep(
+                pick.uniform(0.05, 0.4 * self.plan.heartbeat.deadline)
+                if kind == "blink"
+                else pick.uniform(*self.plan.hang)
+            )
             self._signal(target, signal.SIGCONT)
         elif kind == "reset":
             relay.reset()
         elif kind == "hole":
             relay.set(hole=True)
-            await trio.sleep(pick.uniform(4.0, 6.0))
+            await trio.sleep(pick.uniform(*self.plan.hang))
             relay.set()
         elif kind == "held":
             relay.set(held=True)
-            await trio.sleep(pick.uniform(0.05, 1.0))
+            await trio.sleep(pick.uniform(0.05, 0.4 * self.plan.heartbeat.deadline))
             relay.set()
         elif kind == "cut":
             relay.cut()
         elif kind == "cancel":
             with suppress(MeshpipeError):
-                await self.ask(self.random.choice(self.requests), patience=pick.uniform(0.0, 0.2))
+                await self.ask(patience=pick.uniform(0.0, 0.2))
+        elif kind == "disk":
+            await self._fill_the_disk(target)
         elif kind == "coordinator":
             await self._lose_another_coordinator()
         elif kind == "rolling":
             for process in range(len(self.relays)):
-                self._signal(process, signal.SIGTERM)
-                await self._prove()
+                if process not in self.plan.spared:
+                    self._signal(process, signal.SIGTERM)
+                    await self._prove()
         else:
             raise ValueError(kind)
-        await self._prove()
-        self._current = None
-
-    requests: list[tuple[list[int], int, Sampling]]
 
     async def _prove(self) -> None:
         """After a fault a new request succeeds; one that meets the lost stage may have to be asked again."""
         with trio.fail_after(DEADLINE):
-            while not await self.ask(self.random.choice(self.requests)):
+            while not await self.ask():
                 pass
 
     def _signal(self, process: int, number: int) -> None:
         with suppress(ProcessLookupError):
             os.kill(self.children.pids[process], number)
+
+    async def _fill_the_disk(self, process: int) -> None:
+        """The process ends, and cannot start again until its disk has room; its standby serves meanwhile."""
+        self.disks[process].mkdir()
+        try:
+            ended = self.children.pids[process]
+            self._signal(process, signal.SIGKILL)
+            with trio.move_on_after(DEADLINE):
+                while self.children.pids[process] == ended:  # noqa: ASYNC110
+                    await trio.sleep(0.02)
+            await self._prove()
+        finally:
+            shutil.rmtree(self.disks[process])
 
     async def _lose_another_coordinator(self) -> None:
         """One that shares the stages generates, and is killed; the stages free its lanes."""
@@ -267,7 +316,8 @@ class Chaos:
         assert process.stdout is not None
         try:
             with trio.fail_after(DEADLINE):
-                await process.stdout.receive_some()
+                said = await process.stdout.receive_some()
+                assert said, "the other coordinator has ended before it generated anything"
                 await trio.sleep(self.random.uniform(0.0, 0.2))
         finally:
             process.kill()
@@ -276,14 +326,18 @@ class Chaos:
 
 
 @asynccontextmanager
-async def opened(model: Path, seed: int) -> AsyncIterator[Chaos]:
+async def opened(model: Path, seed: int, plan: Plan) -> AsyncIterator[Chaos]:
     """The processes, their relays, and a pipeline over them."""
     layers = [*SPLIT, *SPLIT]
     arguments = [
-        "--model", str(model), "--lanes", str(LANES), "--context", str(CONTEXT), "--threads", "1",
-        "--conditions", f"delay={DELAY}", "--drain-seconds", "0.5",
+        "--model", str(model), "--lanes", str(plan.lanes), "--context", str(CONTEXT), "--threads", "1",
+        "--conditions", f"delay={plan.delay}", "--drain-seconds", "0.5",
+        "--heartbeat", str(plan.heartbeat.every), "--heartbeat-deadline", str(plan.heartbeat.deadline),
     ]  # fmt: skip
-    commands = [stage_command(range_, arguments) for range_ in layers]
+    disks = [model.parent / f"full-disk-{index}" for index in range(len(layers))]
+    commands = [
+        on_a_disk(disk, stage_command(range_, arguments)) for disk, range_ in zip(disks, layers, strict=True)
+    ]
     async with open_children(layers, commands, 120.0) as children, owned_nursery() as nursery:
         relays = [Relay(_address_of(children, index)) for index in range(len(layers))]
         for relay in relays:
@@ -295,8 +349,16 @@ async def opened(model: Path, seed: int) -> AsyncIterator[Chaos]:
                 for index in range(half)
             )
         )
-        async with open_remote(topology, Tokens(), lanes=LANES, context=CONTEXT) as pipeline:  # type: ignore[arg-type]
-            yield Chaos(pipeline, children, relays, topology, seed)
+        async with open_remote(
+            topology,
+            Tokens(),  # type: ignore[arg-type]
+            lanes=plan.lanes,
+            context=CONTEXT,
+            heartbeat=plan.heartbeat,
+        ) as pipeline:
+            chaos = Chaos(pipeline, children, relays, disks, topology, plan, seed)
+            async with pipeline.tracing(chaos.span):
+                yield chaos
 
 
 def _address_of(children: Children, index: int) -> Callable[[], str]:
@@ -304,49 +366,91 @@ def _address_of(children: Children, index: int) -> Callable[[], str]:
 
 
 async def attack(
-    model: Path, faults: int, seed: int, *, seconds: float | None = None, load: int = 3
+    model: Path, faults: int, seed: int, plan: Plan | None = None, *, seconds: float | None = None
 ) -> Tally:
-    """`faults` faults, or as many as come in `seconds`, while `load` requests run at any time."""
-    async with opened(model, seed) as chaos:
-        chaos.requests = [chaos.a_request() for _ in range(12)]
-        await chaos.learn(chaos.requests)
-        descriptors = _descriptors()
+    """`faults` faults, or as many as come in `seconds`, with memory looked at every five seconds."""
+    plan = plan or Plan()
+    async with opened(model, seed, plan) as chaos:
+        await chaos.learn()
+        before = await _held(chaos)
         running = True
 
         async def keep_asking() -> None:
             while running:
-                await chaos.ask(chaos.random.choice(chaos.requests))
+                await chaos.ask()
 
         end = None if seconds is None else time.monotonic() + seconds
-        async with trio.open_nursery() as nursery:
-            for _ in range(load):
+        samples: dict[str, list[Sample]] = {}
+        async with trio.open_nursery() as nursery, trio.open_nursery() as watching:
+            watching.start_soon(_sample, chaos, samples)
+            for _ in range(plan.load):
                 nursery.start_soon(keep_asking)
-            number = 0
-            while number < faults and (end is None or time.monotonic() < end):
-                await trio.sleep(chaos.random.uniform(0.05, 0.4))
-                number += 1
-                rare = {number % 20 == 10: "coordinator", number % 20 == 19: "rolling"}.get(True)
-                await chaos.strike(rare or chaos.random.choice(FAULTS))
+            cards = chaos.faults()
+            while len(chaos.tally.faults) < faults and (end is None or time.monotonic() < end):
+                await trio.sleep(chaos.random.uniform(*plan.gap))
+                await chaos.strike(next(cards))
             running = False
-        await _nothing_is_left(chaos, descriptors)
+            watching.cancel_scope.cancel()
+        chaos.tally.memory = summary(samples)
+        await _nothing_is_left(chaos, before)
         return chaos.tally
 
 
-async def _nothing_is_left(chaos: Chaos, descriptors: int) -> None:
-    """All lanes are free, here and at the stages, and no descriptor is held that was not before."""
-    pipeline = chaos.pipeline
+async def _sample(chaos: Chaos, samples: dict[str, list[Sample]]) -> None:
+    """Looks at all processes, again and again, until cancelled."""
+    while True:
+        named = {f"stage process {index}": pid for index, pid in enumerate(chaos.children.pids)}
+        for name, pid in {"coordinator": os.getpid(), **named}.items():
+            if (sample := look(pid)) is not None:
+                samples.setdefault(name, []).append(sample)
+        await trio.sleep(5.0)
+
+
+@frozen
+class Held:
+    """What an idle pipeline holds: descriptors here, and at most at a stage; tasks that are not a relay's."""
+
+    descriptors: int
+    at_a_stage: int
+    tasks: int
+
+
+def _now_held(chaos: Chaos) -> Held:
+    stages = [sample.descriptors for pid in chaos.children.pids if (sample := look(pid)) is not None]
+    tasks = trio.lowlevel.current_statistics().tasks_living - sum(relay.tasks for relay in chaos.relays)
+    return Held(len(os.listdir("/proc/self/fd")), max(stages), tasks)
+
+
+async def _held(chaos: Chaos) -> Held:
+    """When all requests are over."""
+    while chaos.pipeline.active:  # noqa: ASYNC110
+        await trio.sleep(0.05)
+    await trio.sleep(0.1)
+    return _now_held(chaos)
+
+
+async def _nothing_is_left(chaos: Chaos, before: Held) -> None:
+    """All lanes are free, here and at the stages, and neither descriptors nor tasks are more than they were."""
+    pipeline, lanes = chaos.pipeline, chaos.plan.lanes
     await pipeline.way.wait_up(DEADLINE)
+
+    def left() -> dict[str, int]:
+        now = _now_held(chaos)
+        found = {
+            "requests": pipeline.active,
+            "lanes": lanes - pipeline.lanes.free,
+            "descriptors": now.descriptors - before.descriptors,
+            "descriptors of a stage": now.at_a_stage - before.at_a_stage,
+            "tasks": now.tasks - before.tasks,
+        }
+        return {name: number for name, number in found.items() if number > 0}
+
     with trio.move_on_after(20):
-        while pipeline.active or pipeline.lanes.free < LANES or _descriptors() > descriptors:  # noqa: ASYNC110
+        while left():  # noqa: ASYNC110
             await trio.sleep(0.05)
-    left = (pipeline.active, LANES - pipeline.lanes.free, max(0, _descriptors() - descriptors))
-    assert left == (0, 0, 0), f"left behind: {left[0]} requests, {left[1]} lanes, {left[2]} descriptors"
-    before = chaos.tally.resumed
+    assert not left(), f"left behind: {left()}"
+    resumed = chaos.tally.resumed
     async with trio.open_nursery() as nursery:
-        for request in chaos.requests[:LANES]:
-            nursery.start_soon(chaos.ask, request)
-    assert chaos.tally.resumed == before, "a stage held a lane that should have been free"
-
-
-def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+        for number in range(lanes):
+            nursery.start_soon(chaos.ask, number % len(chaos.requests))
+    assert chaos.tally.resumed == resumed, "a stage held a lane that should have been free"

@@ -32,6 +32,11 @@ class Relay:
         """Whether somebody is connected."""
         return bool(self._pairs)
 
+    @property
+    def tasks(self) -> int:
+        """How many run for those who are connected."""
+        return 3 * len(self._pairs)
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serves until cancelled."""
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
