@@ -8,7 +8,7 @@ from simulated import mixed, serial
 from test_remote import Mesh, generate, joined, lanes_free, mesh
 
 from meshpipe import Coordinator, StagePlace, Topology
-from meshpipe.errors import HandshakeError, StageLostError
+from meshpipe.errors import HandshakeError, MeshpipeError, StageLostError
 from meshpipe.messages import StageDescriptor
 from meshpipe.pipeline.failover import Candidates, check_successors
 from meshpipe.pipeline.way import Way, WayState
@@ -76,6 +76,24 @@ async def test_a_standby_takes_over_in_the_middle_of_requests(lost: int) -> None
         await lanes_free([*survivors, spare.hosts[lost]])
         assert [host.routes for host in survivors] == [1, 1]
         await generate(pipeline, [9], 20)
+
+
+async def test_a_pipeline_is_opened_over_standbys_too() -> None:
+    """The first stage has only its standby, the second none of its two places, or one."""
+    async with mesh(2) as m:
+        deaf = trio.socket.socket()
+        await deaf.bind(("127.0.0.1", 0))  # and does not listen
+        nobody = f"127.0.0.1:{deaf.getsockname()[1]}"
+        addresses = [place.address for place in m.topology.stages]
+        first = StagePlace(nobody, standby=(addresses[0],))
+        async with joined(Topology((first, StagePlace(nobody, standby=(addresses[1],))))) as pipeline:
+            await generate(pipeline, [9], 20)
+        for lost in (StagePlace(nobody), StagePlace(nobody, standby=(nobody,))):
+            with pytest.raises(MeshpipeError, match=f"cannot reach {nobody}"):
+                async with joined(Topology((first, lost))):
+                    pass
+        deaf.close()
+        await lanes_free(m.hosts)
 
 
 async def test_a_link_that_is_reset_costs_no_prefill() -> None:

@@ -78,6 +78,11 @@ class Candidates:
         """How many places the stage has."""
         return len(self._places()[stage].choices) if 0 <= stage < len(self._turns) else 1
 
+    @property
+    def standbys(self) -> int:
+        """How many there are, of all stages."""
+        return sum(len(place.choices) - 1 for place in self._places())
+
     def blame(self, stage: int) -> None:
         """The stage could not be reached where it was looked for: the next place is its turn."""
         if 0 <= stage < len(self._turns):
@@ -123,15 +128,29 @@ class Failover:
     async def run(self, *, task_status: trio.TaskStatus[Joined] = trio.TASK_STATUS_IGNORED) -> None:
         """Forms the way, starts with what it joined, and from then on forms it anew until cancelled.
 
-        Raises what joining raises if the way cannot be formed the first time.
+        Raises what joining raises if the way cannot be formed the first time, of whatever places.
         """
         incarnations = count()
         try:
-            known = await self._hold(next(incarnations), WARM_UP, None, task_status)
+            known = await self._form_first(incarnations, task_status)
             while True:
                 known = await self._form_again(incarnations, known)
         finally:
             self.way.close()
+
+    async def _form_first(self, incarnations: count[int], task_status: trio.TaskStatus[Joined]) -> Joined:
+        """Tries once, and once more for each standby; what a stage without any lacks is an error at once."""
+        left = self._candidates.standbys
+        while True:
+            try:
+                return await self._hold(next(incarnations), WARM_UP, None, task_status)
+            except MeshpipeError as error:
+                stage = error.stage or 0
+                if not left or self.way.generation or self._candidates.count(stage) == 1:
+                    raise
+                log.warning("stage %d is looked for elsewhere: %s", stage, error)
+                self._candidates.blame(stage)
+                left -= 1
 
     async def _form_again(self, incarnations: count[int], known: Joined) -> Joined:
         """Tries until the way was up once more, and lost again."""
