@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from meshpipe.cli import chat, config, demo, doctor, generate, lock, models, ser
 from meshpipe.cli.arguments import Commands, Parser, checked
 from meshpipe.configuration.kinds import Choice
 from meshpipe.errors import MeshpipeError, StageLostError
+from meshpipe.files import NO_ROOM
 
 EXIT_CODES = """\
 exit codes:
@@ -32,6 +34,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             stream=sys.stderr,
         )
         code: int = options.run(options)
+        sys.stdout.flush()
         return code
     except StageLostError as error:
         print(f"meshpipe: {error}", file=sys.stderr)
@@ -42,6 +45,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has had enough
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        print(f"meshpipe: cannot write the output: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in its buffer
+        return 2
 
 
 def parser() -> argparse.ArgumentParser:

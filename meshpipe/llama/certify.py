@@ -27,7 +27,8 @@ import attrs
 import numpy as np
 from attrs import frozen
 
-from meshpipe.errors import MeshpipeError, ModelError, SplitError
+from meshpipe.errors import CapacityError, MeshpipeError, ModelError, SplitError
+from meshpipe.files import write_whole
 from meshpipe.llama import architectures
 from meshpipe.llama.gguf import Header, read_header
 from meshpipe.llama.slicing import FORMAT, cache_directory, slice_model
@@ -35,6 +36,7 @@ from meshpipe.topology.split import Boundaries, check_split
 
 # Widths of successive decodes. Before those marked True, rows are run past the end and trimmed away again.
 DECODES = ((17, False), (1, False), (1, True), (5, True), (2, False), (1, True), (8, True))
+_NO_ROOM = 75  # exit status of a child that says nothing about the split
 _DEADLINE = 600.0  # seconds; a twin of 100 layers takes about 10
 
 
@@ -71,7 +73,8 @@ def certify(
     """Runs the model's miniature twin whole and split, or remembers that it did.
 
     `cache` is where certificates are kept, by default beside the slices. Raises ModelError and SplitError for
-    what is refused from metadata; what fails while running is in the certificate.
+    what is refused from metadata, and CapacityError where the twin finds no room or no time to run in; what fails
+    while running is in the certificate.
     """
     header = read_header(path)
     split = check_split(boundaries, architectures.trunk_layers(header))
@@ -86,9 +89,7 @@ def certify(
     certificate = _in_child(header, split, seed)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache, suffix=".part", delete=False) as file:
-            json.dump(attrs.asdict(certificate), file)
-        os.replace(file.name, remembered)
+        write_whole(remembered, json.dumps(attrs.asdict(certificate)))
     except OSError:
         pass  # not remembered, and so done again next time
     return certificate
@@ -128,9 +129,12 @@ def _in_child(header: Header, boundaries: Boundaries, seed: int) -> Certificate:
     try:
         child = subprocess.run(command, input=task, capture_output=True, text=True, timeout=_DEADLINE)
     except subprocess.TimeoutExpired:
-        return Certificate(
-            header.architecture, boundaries, f"its miniature twin ran longer than {_DEADLINE:.0f} s"
-        )
+        raise CapacityError(
+            f"{header.path.name} is not certified: its miniature twin ran longer than {_DEADLINE:.0f} s; try again "
+            "while this machine is less busy"
+        ) from None
+    if child.returncode == _NO_ROOM:
+        raise CapacityError(f"{header.path.name} is not certified: {child.stderr.strip()}")
     if child.returncode == 0:
         return _from_json(json.loads(child.stdout.splitlines()[-1]))
     # An abort prints its reason first and a stack trace after it.
@@ -234,12 +238,25 @@ def _main() -> None:
     task = json.load(sys.stdin)
     boundaries = tuple(task["boundaries"])
     header = read_header(task["path"])
-    with tempfile.TemporaryDirectory(prefix="meshpipe-twin-") as directory:
-        try:
+    try:
+        with tempfile.TemporaryDirectory(prefix="meshpipe-twin-") as directory:
             certificate = _run_twin(header, boundaries, task["seed"], Path(directory))
-        except MeshpipeError as error:
-            certificate = Certificate(header.architecture, boundaries, str(error))
+    except CapacityError as error:
+        sys.exit(_no_room(str(error)))
+    except OSError as error:
+        sys.exit(
+            _no_room(
+                f"its miniature twin could not be written ({error}): free space, or set TMPDIR to a larger disk"
+            )
+        )
+    except MeshpipeError as error:
+        certificate = Certificate(header.architecture, boundaries, str(error))
     print(json.dumps(attrs.asdict(certificate)))
+
+
+def _no_room(reason: str) -> int:
+    print(reason, file=sys.stderr)
+    return _NO_ROOM
 
 
 if __name__ == "__main__":

@@ -78,6 +78,8 @@ class Children:
                         return
                     log.warning("stage %d has ended with status %d; starting it again", index, status)
             except StageLostError as error:
+                if index in self._running:
+                    await _close_pipes(self._running[index])
                 if not was_ready:
                     raise
                 log.warning("stage %d: %s", index, error)
@@ -86,17 +88,19 @@ class Children:
 
     async def _start(self, index: int, nursery: trio.Nursery) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MESHPIPE_")}
-        process: trio.Process = await nursery.start(
-            partial(
-                trio.run_process,
-                self._commands[index],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                check=False,
-                env=environment,
-                start_new_session=True,  # Ctrl-C is for the parent, whose end they notice
-            )
+        run = partial(
+            trio.run_process,
+            self._commands[index],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            check=False,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the parent, whose end they notice
         )
+        try:
+            process: trio.Process = await nursery.start(run)
+        except OSError as error:  # no memory, no process, no descriptor: for the moment, perhaps
+            raise StageLostError(f"stage {index} cannot be started: {error}") from None
         self._running[index], self.pids[index] = process, process.pid
         layers = self.places[index].layers
         with trio.move_on_after(self._ready_deadline) as scope:
@@ -157,8 +161,9 @@ async def _ready_line(process: trio.Process) -> dict[str, Any]:
     while not line.endswith(b"\n"):
         chunk = await process.stdout.receive_some(4096)
         if not chunk:
+            status = await process.wait()
             raise StageLostError(
-                f"a stage ended before it was ready (exit status {process.returncode}); its messages say why"
+                f"a stage ended before it was ready (exit status {status}); its messages say why"
             )
         line += chunk
     ready: dict[str, Any] = json.loads(line)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshpipe.errors import UsageError
+from meshpipe.files import write_whole
 
 from .intervals import levels
 from .overlap import Analysis, Percentiles, analyse
@@ -21,7 +22,7 @@ def write_html(trace: Trace, path: str | Path) -> None:
     """Writes the report. Raises UsageError if there is nothing to report on, or the file cannot be written."""
     page = render(trace)
     try:
-        Path(path).write_text(page, encoding="utf-8")
+        write_whole(path, page)
     except OSError as error:
         raise UsageError(f"cannot write the report to {path}: {error}") from None
 

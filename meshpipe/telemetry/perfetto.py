@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshpipe.errors import UsageError
+from meshpipe.files import write_whole
 
 from .spans import COORDINATOR, NAMES, Kind, Span
 from .trace import Flight, Trace, flights
@@ -38,7 +39,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
     }
     document = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": list(events(trace))}
     try:
-        Path(path).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+        write_whole(path, json.dumps(document, separators=(",", ":")))
     except OSError as error:
         raise UsageError(f"cannot write the trace to {path}: {error}") from None
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 from meshpipe.errors import UsageError
+from meshpipe.files import write_whole
 
 from .overlap import analyse
 from .trace import Trace, flights
@@ -66,6 +68,8 @@ def write_plot(trace: Trace, path: str | Path, within: tuple[float, float] | Non
     )  # fmt: skip
     figure.tight_layout()
     try:
-        figure.savefig(path, dpi=140)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format=Path(path).suffix.removeprefix(".") or "png", dpi=140)
+        write_whole(path, drawn.getvalue())
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot write the picture to {path}: {error}") from None

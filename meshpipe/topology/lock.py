@@ -15,6 +15,7 @@ from typing import Any
 from attrs import asdict, frozen
 
 from meshpipe.errors import HandshakeError, UsageError
+from meshpipe.files import write_whole
 from meshpipe.messages import PROTOCOL_VERSION, StageDescriptor
 from meshpipe.topology.layout import StagePlace
 
@@ -57,7 +58,7 @@ def make_lock(places: Sequence[StagePlace], descriptors: Sequence[StageDescripto
 def write_lock(lock: Lock, path: str | Path) -> None:
     """Raises UsageError if the file cannot be written."""
     try:
-        Path(path).write_text(json.dumps(asdict(lock), indent=2) + "\n")
+        write_whole(path, json.dumps(asdict(lock), indent=2) + "\n")
     except OSError as error:
         raise UsageError(f"cannot write the lock file {path}: {error.strerror}") from None
 

@@ -101,7 +101,11 @@ def send_room(depth: int, rows: int, columns: int) -> int:
 
 @frozen
 class _Rest:
-    """In the outbox, in front of whatever follows: part of a frame that was begun still has to be sent."""
+    """In the outbox, in front of whatever follows: part of a message's frame of `size` bytes still has to be sent."""
+
+    message: Any
+    began: float
+    size: int
 
 
 def _outbox_queue(message: object) -> str:
@@ -309,6 +313,7 @@ class Link:
                 return
             if isinstance(message, _Rest):
                 await self._ways[-1][0].finish()
+                self._sent(message.message, message.began, message.size)
             elif self._may_go(message):
                 frame = self._frame(message)
                 began = trio.current_time()
@@ -331,8 +336,9 @@ class Link:
         if size is None:
             return False
         if data.unfinished:
-            self._outbox.put_nowait(_Rest())
-        self._sent(message, began, size)
+            self._outbox.put_nowait(_Rest(message, began, size))
+        else:
+            self._sent(message, began, size)
         return True
 
     def _may_go(self, message: Any) -> bool:

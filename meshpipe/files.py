@@ -1,0 +1,34 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What the system says when a disk is full, or a limit on what may be written is reached."""
+
+
+def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
+    """Writes a file; half of it is never found under its name, and what was there stays if this fails.
+
+    What is no file, as a pipe or a device, is written to as it is. Text is UTF-8. Raises OSError.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    target = Path(path).resolve()
+    if target.exists() and not target.is_file():
+        target.write_bytes(data)
+        return
+    partial = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
