@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from pathlib import Path
-
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What the system says when a disk is full, or a limit on what may be written is reached."""
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:

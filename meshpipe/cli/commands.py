@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -12,7 +13,6 @@ from meshpipe.cli import chat, config, demo, doctor, generate, lock, models, ser
 from meshpipe.cli.arguments import Commands, Parser, checked
 from meshpipe.configuration.kinds import Choice
 from meshpipe.errors import MeshpipeError, StageLostError
-from meshpipe.files import NO_ROOM
 
 EXIT_CODES = """\
 exit codes:
@@ -46,7 +46,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         print(f"meshpipe: cannot write the output: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in its buffer

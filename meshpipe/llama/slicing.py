@@ -21,7 +21,6 @@ from pathlib import Path
 from attrs import frozen
 
 from meshpipe.errors import CapacityError, ModelError, SplitError
-from meshpipe.files import NO_ROOM
 from meshpipe.llama import architectures, gguf
 from meshpipe.llama.gguf import Header, Tensor, Value, read_header
 from meshpipe.llama.identity import digest_of
@@ -178,7 +177,7 @@ def _write(target: Path, plan: _Plan, what: str) -> None:
                 os.replace(_partial(target), target)
                 _sync_directory(cache)
     except OSError as error:
-        if error.errno in NO_ROOM:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CapacityError(
                 f"the disk of {cache} became full while {what} were written ({plan.bytes:,} bytes); "
                 "free space there or set XDG_CACHE_HOME to a larger disk"
@@ -303,7 +302,7 @@ def _copy(source: int, tensor: Tensor, target: int, offset: int) -> None:
             try:
                 copied = os.copy_file_range(source, target, count, tensor.offset + done, offset + done)
             except OSError as error:
-                if error.errno in (*NO_ROOM, errno.EIO):
+                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                     raise
             in_kernel = copied > 0
         if not copied:
