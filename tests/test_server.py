@@ -394,10 +394,12 @@ async def test_the_asynchronous_client(both: Both) -> None:
 PERSON = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 20},
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{1,12}( [A-Z][a-z]{1,12})?$"},
+        "age": {"type": "integer", "minimum": 18, "maximum": 120},
+        "height": {"type": "number", "exclusiveMinimum": 0.5, "maximum": 2.5},
         "tags": {"type": "array", "items": {"enum": ["kind", "tall"]}, "maxItems": 2},
     },
-    "required": ["name", "tags"],
+    "required": ["name", "age", "height", "tags"],
     "additionalProperties": False,
 }
 WEATHER = {

@@ -10,15 +10,22 @@ Properties come in the schema's order; properties that it does not name are not 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from decimal import Decimal
+from itertools import combinations
 from typing import Any
 
 from meshpipe.errors import UsageError
+from meshpipe.llama import bounds, patterns
 
 MAX_RULES = 1000
 MAX_DEPTH = 32
 MAX_REPEATS = 500
 """For minItems, maxItems, minLength and maxLength."""
+MAX_BRANCHES = 50
+"""Schemas of oneOf."""
 
 # How much space may stand between tokens of JSON. Unbounded, small models fill their answer with it.
 _BASE = r"""ws ::= | " " | "\n" [ \t]{0,20}
@@ -34,7 +41,8 @@ null ::= "null"
 value ::= object | array | string | number | boolean | null
 object ::= "{" ws (string ws ":" ws value ws ("," ws string ws ":" ws value ws)*)? "}"
 array ::= "[" ws (value ws ("," ws value ws)*)? "]"
-date ::= [0-9]{4} "-" ("0" [1-9] | "1" [0-2]) "-" ("0" [1-9] | "1" [0-9] | "2" [0-8])
+date ::= [0-9]{3} [1-9] "-" (("0" [13578] | "1" [02]) "-" (day | "3" [01]) | ("0" [469] | "11") "-" (day | "30") | "02-" ("0" [1-9] | "1" [0-9] | "2" [0-8]))
+day ::= "0" [1-9] | [12] [0-9]
 time ::= ([01] [0-9] | "2" [0-3]) ":" [0-5] [0-9] ":" [0-5] [0-9] ("." [0-9]{1,6})? ("Z" | [-+] ([01] [0-9] | "2" [0-3]) ":" [0-5] [0-9])
 uuid ::= [0-9a-f]{8} "-" [0-9a-f]{4} "-" [0-9a-f]{4} "-" [0-9a-f]{4} "-" [0-9a-f]{12}
 """  # noqa: E501
@@ -44,6 +52,12 @@ _FORMATS = {
     "date-time": '"\\"" date "T" time "\\""',
     "uuid": '"\\"" uuid "\\""',
 }
+_PATTERNS = {
+    "email": r"^[A-Za-z0-9]+([._+-][A-Za-z0-9]+){0,8}@([a-z0-9]+(-[a-z0-9]+){0,4}\.){1,4}[a-z]{2,12}$",
+    "hostname": r"^[a-z0-9]{1,20}(-[a-z0-9]{1,20})?(\.[a-z0-9]{1,20}(-[a-z0-9]{1,20})?){0,4}$",
+    "ipv4": r"^(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)(\.(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)){3}$",
+}
+"""Formats that are patterns; of email and hostname, the usual ones."""
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _SILENT = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions",
            "deprecated", "readOnly", "writeOnly", "strict"}  # fmt: skip
@@ -51,7 +65,9 @@ _SILENT = {"title", "description", "default", "examples", "$schema", "$id", "$co
 _OF_TYPE = {
     "object": {"properties", "required", "additionalProperties"},
     "array": {"items", "prefixItems", "minItems", "maxItems"},
-    "string": {"minLength", "maxLength", "format"},
+    "string": {"minLength", "maxLength", "format", "pattern"},
+    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
 }
 
 
@@ -133,7 +149,7 @@ class _Rules:
         for word, kind in (("$ref", self._reference), ("const", self._const), ("enum", self._enum)):
             if word in words:
                 _only(schema, words, {word, "type"}, path)
-                return kind(schema[word], path, depth)
+                return kind(schema, path, depth)
         for word in ("anyOf", "oneOf", "allOf"):
             if word in words:
                 _only(schema, words, {word}, path)
@@ -148,30 +164,27 @@ class _Rules:
     def _typed(self, schema: Mapping[str, Any], kind: Any, path: str, depth: int) -> str:
         if kind is None:
             return "value"
-        if kind not in _TYPES:
-            raise UsageError(
-                f"type at {path or '/'} is {_brief(kind)}: it must be one of {', '.join(_TYPES)}"
-            )
+        _types_of({"type": kind}, path)
         made: dict[str, Callable[[Mapping[str, Any], str, int], str]] = {
             "object": self._object,
             "array": self._array,
             "string": self._string,
+            "integer": self._integer,
+            "number": self._number,
         }
         return made[kind](schema, path, depth) if kind in made else str(kind)
 
-    def _reference(self, target: Any, path: str, depth: int) -> str:
+    def _reference(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
+        target = schema["$ref"]
         if not isinstance(target, str) or not (target == "#" or target.startswith("#/")):
             raise UsageError(
                 f"$ref at {path or '/'} is {_brief(target)}: only references into the schema, #/…"
             )
         key = (id(self.root), target)
         if key not in self._known:
-            found = self.root
-            for part in target.split("/")[1:]:
-                part = part.replace("~1", "/").replace("~0", "~")
-                if not isinstance(found, Mapping) or part not in found:
-                    raise UsageError(f"$ref at {path or '/'}: there is no {_brief(target)} in the schema")
-                found = found[part]
+            found = _found(self.root, target)
+            if found is None:
+                raise UsageError(f"$ref at {path or '/'}: there is no {_brief(target)} in the schema")
             name = self._known[key] = self.add("")
             inner = self.visit(found, target, depth + 1)
             if inner == name:
@@ -179,12 +192,21 @@ class _Rules:
             self._rules[int(name[1:])] = inner
         return self._known[key]
 
-    def _const(self, value: Any, path: str, depth: int) -> str:
-        return self.add(_value(value, path))
+    def _const(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
+        return self._values(schema, "const", [schema["const"]], path)
 
-    def _enum(self, values: Any, path: str, depth: int) -> str:
+    def _enum(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
+        values = schema["enum"]
         if not isinstance(values, list) or not 0 < len(values) <= MAX_REPEATS:
             raise UsageError(f"enum at {path or '/'} must list 1 to {MAX_REPEATS} values")
+        return self._values(schema, "enum", values, path)
+
+    def _values(self, schema: Mapping[str, Any], word: str, values: list[Any], path: str) -> str:
+        if "type" in schema:
+            types = _types_of(schema, path)
+            values = [value for value in values if any(_is_a(value, kind) for kind in types)]
+            if not values:
+                raise UsageError(f"{word} at {path or '/'} has no value of the type that stands beside it")
         return self.add(" | ".join(_value(value, path) for value in values))
 
     def _union(self, word: str, schemas: Any, path: str, depth: int) -> str:
@@ -192,11 +214,47 @@ class _Rules:
             raise UsageError(f"{word} at {path or '/'} must list schemas")
         if word == "allOf" and len(schemas) > 1:
             raise UsageError(f"allOf at {path or '/'} has {len(schemas)} schemas; only one is supported")
+        if word == "oneOf":
+            if len(schemas) > MAX_BRANCHES:
+                raise UsageError(f"oneOf at {path or '/'} lists more than {MAX_BRANCHES} schemas")
+            for (first, one), (second, other) in combinations(enumerate(schemas), 2):
+                if not self._apart(one, other):
+                    raise UsageError(
+                        f"oneOf at {path or '/'}: a value may fit both schema {first} and schema {second}, as far as "
+                        "is seen here; tell them apart by type, or by a required property with a const, or use anyOf"
+                    )
         return self.add(
             " | ".join(
                 self.visit(one, f"{path}/{word}/{index}", depth + 1) for index, one in enumerate(schemas)
             )
         )
+
+    def _apart(self, one: Any, other: Any) -> bool:
+        """Whether no value fits both, by their types, their listed values, or those of a required property."""
+        one, other = self._resolved(one), self._resolved(other)
+        mine, theirs = _listed(one), _listed(other)
+        if mine is not None and theirs is not None:
+            return not any(value == same for value in mine for same in theirs)
+        kinds, others = _kinds(one), _kinds(other)
+        if not kinds & others:
+            return True
+        if kinds & others != {"object"}:
+            return False
+        required = set(_names(one.get("required"))) & set(_names(other.get("required")))
+        for name in required:
+            left, right = (self._resolved(_property(schema, name)) for schema in (one, other))
+            mine, theirs = _listed(left), _listed(right)
+            if mine is not None and theirs is not None and not any(v == w for v in mine for w in theirs):
+                return True
+        return False
+
+    def _resolved(self, schema: Any) -> Any:
+        """The schema that a chain of references leads to; what is wrong with it is said where it is visited."""
+        for _ in range(MAX_DEPTH):
+            if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+                break
+            schema = _found(self.root, schema["$ref"])
+        return schema if isinstance(schema, Mapping) else {}
 
     def _object(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
         properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -256,16 +314,152 @@ class _Rules:
     def _string(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
         least, most = _bounds(schema, "minLength", "maxLength", path)
         if "format" in schema:
-            known = _FORMATS.get(str(schema["format"]))
-            if known is None or (least, most) != (0, None):
+            form = str(schema["format"])
+            if form not in _FORMATS and form not in _PATTERNS:
+                known = ", ".join((*_FORMATS, *_PATTERNS))
+                raise UsageError(f"format at {path or '/'} is {_brief(form)}: supported are {known}")
+            if (least, most) != (0, None) or "pattern" in schema:
+                raise UsageError(f"format at {path or '/'} beside a length or a pattern is not supported")
+            if form in _FORMATS:
+                return self.add(_FORMATS[form])
+            return self._pattern(_PATTERNS[form], 0, None)
+        if "pattern" in schema:
+            if not isinstance(schema["pattern"], str):
                 raise UsageError(
-                    f"format at {path or '/'} is {_brief(schema['format'])}: supported are {', '.join(_FORMATS)}, "
-                    "without a length"
+                    f"pattern at {path or '/'} is {_brief(schema['pattern'])}: it must be a text"
                 )
-            return self.add(known)
+            with _at("pattern", path):
+                return self._pattern(schema["pattern"], least, most)
         if (least, most) == (0, None):
             return "string"
         return self.add(f'"\\"" plain{_times(least, most)} "\\""')
+
+    def _pattern(self, pattern: str, least: int, most: int | None) -> str:
+        node = patterns.bounded(patterns.parse(pattern), least, most)
+        return self.add(f'"\\"" {patterns.grammar(node, self.add)} "\\""')
+
+    def _integer(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
+        if "multipleOf" in schema:
+            return self._multiple(schema, path)
+        low, high = _ends(schema, path)
+        if low is None and high is None:
+            return "integer"
+        with _at("minimum and maximum", path):
+            return self.add(bounds.integers(low or bounds.LOWEST, high or bounds.HIGHEST))
+
+    def _number(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
+        if "multipleOf" in schema:
+            return self._multiple(schema, path)
+        low, high = _ends(schema, path)
+        if low is None and high is None:
+            return "number"
+        with _at("minimum and maximum", path):
+            return self.add(bounds.decimals(low or bounds.LOWEST, high or bounds.HIGHEST))
+
+    def _multiple(self, schema: Mapping[str, Any], path: str) -> str:
+        modulus = schema["multipleOf"]
+        if (
+            type(modulus) is not int
+            or not 0 < modulus <= bounds.MAX_MODULUS
+            or _ends(schema, path) != (None,) * 2
+        ):
+            raise UsageError(
+                f"multipleOf at {path or '/'} is {_brief(modulus)}: only an integer from 1 to {bounds.MAX_MODULUS} is "
+                "supported, without bounds beside it"
+            )
+        names = [self.add("") for _ in range(modulus)]
+        rules, whole = bounds.multiples(names)
+        for name, rule in zip(names, rules, strict=True):
+            self._rules[int(name[1:])] = rule
+        return self.add(whole)
+
+
+def _found(root: Any, target: str) -> Any:
+    """What a reference `#/…` names, None if there is nothing."""
+    for part in target.split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(root, Mapping) or part not in root:
+            return None
+        root = root[part]
+    return root
+
+
+def _types_of(schema: Mapping[str, Any], path: str) -> list[Any]:
+    """The types that `type` names, one at least."""
+    types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    for kind in types or [[]]:
+        if kind not in _TYPES:
+            raise UsageError(
+                f"type at {path or '/'} is {_brief(kind)}: it must be one of {', '.join(_TYPES)}"
+            )
+    return types
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    """Whether a value is of a type, as JSON schema has it: true is no number, 1.0 is an integer."""
+    if kind in ("integer", "number"):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return False
+        return kind == "number" or isinstance(value, int) or value.is_integer()
+    kinds = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
+    return isinstance(value, kinds[kind])
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str]:
+    """The types that values of a schema may have; integers count as numbers."""
+    listed = _listed(schema)
+    if listed is not None:
+        named = {kind for kind in _TYPES if any(_is_a(value, kind) for value in listed)}
+    else:
+        types = schema.get("type", list(_TYPES))
+        named = {str(kind) for kind in (types if isinstance(types, list) else [types])}
+    return {"number" if kind == "integer" else kind for kind in named}
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values of a schema that lists them."""
+    if "const" in schema:
+        return [schema["const"]]
+    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def _names(required: Any) -> list[str]:
+    return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+
+
+def _property(schema: Mapping[str, Any], name: str) -> Any:
+    properties = schema.get("properties")
+    return properties.get(name) if isinstance(properties, Mapping) else None
+
+
+@contextmanager
+def _at(word: str, path: str) -> Iterator[None]:
+    """An error inside says which keyword is meant and where it stands."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{word} at {path or '/'}: {error}") from None
+
+
+def _ends(schema: Mapping[str, Any], path: str) -> tuple[bounds.Bound | None, bounds.Bound | None]:
+    """The narrower of minimum and exclusiveMinimum, and of their counterparts."""
+    found: dict[str, bounds.Bound] = {}
+    for word in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+        if word not in schema:
+            continue
+        value = schema[word]
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or abs(value) > bounds.MOST:
+            raise UsageError(
+                f"{word} at {path or '/'} is {_brief(value)}: it must be a number of at most {bounds.DIGITS} digits "
+                "before the point"
+            )
+        found[word] = bounds.Bound(Decimal(repr(value)), word.startswith("exclusive"))
+    lows = [found[word] for word in ("minimum", "exclusiveMinimum") if word in found]
+    highs = [found[word] for word in ("maximum", "exclusiveMaximum") if word in found]
+    low = max(lows, key=lambda bound: (bound.value, bound.open), default=None)
+    high = min(highs, key=lambda bound: (bound.value, not bound.open), default=None)
+    return low, high
 
 
 def _value(value: Any, path: str) -> str:
