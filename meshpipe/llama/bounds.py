@@ -50,7 +50,9 @@ def decimals(low: Bound, high: Bound) -> str:
     zero = Decimal(0)
     found = []
     if low.value < 0:
-        nearest = Bound(-high.value, high.open) if high.value < 0 else Bound(zero, not high.value and high.open)
+        nearest = (
+            Bound(-high.value, high.open) if high.value < 0 else Bound(zero, not high.value and high.open)
+        )
         found += [f'"-" {digits}' for digits in _magnitudes(nearest, Bound(-low.value, low.open))]
     if high.value >= 0:
         found += _magnitudes(low if low.value >= 0 else Bound(zero, False), high)
