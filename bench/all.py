@@ -1,8 +1,8 @@
 """All benchmarks one after the other, into one page: `docs/benchmarks.md`, with plots in `docs/img`.
 
-Each runs as a process of its own. `--only NAME` runs that one again and keeps the page's other sections; the rows
-are kept in `docs/img/bench-NAME.json`. A full run takes more than an hour, with `--quick` a few minutes (its page
-goes to `build/` so that it does not replace the real one).
+Each runs as a process of its own. One that fails, or takes three times as long as it should, is named at the end, and
+the others go on; so does the page when it is interrupted: it is made of what has been measured, this time or before
+(`docs/img/bench-NAME.json`). `--only NAME` runs that one alone. With `--quick` everything goes to `build/benchmarks`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,25 @@ import importlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from bench import report
 
-NAMES = ("latency", "frontier", "topology", "concurrency", "workloads", "serving", "overhead")
+MINUTES = {
+    "latency": 14,
+    "frontier": 8,
+    "topology": 3,
+    "concurrency": 4,
+    "workloads": 9,
+    "serving": 2,
+    "overhead": 2,
+    "draft": 2,
+    "tracing": 3,
+}
+"""What each takes on two cores, about."""
+QUICK_MINUTES = 2
 ROOT = Path(__file__).parent.parent
 
 
@@ -27,7 +40,8 @@ def section(name: str, result: dict[str, Any], quick: bool) -> str:
     parts = [f"## {name}", (module.__doc__ or "").strip()]
     if result.get("figures"):
         parts.append(report.table(result["figures"]))
-    parts.append(f"![{name}](img/bench-{name}.png)")
+    if hasattr(module, "plot"):
+        parts.append(f"![{name}](img/bench-{name}.png)")
     parts.append(report.table(result["rows"], module.COLUMNS))
     parts.append(
         f"`python -m bench {name}{' --quick' if quick else ''}` on {machine['cores']} cores of {machine['cpu']}, "
@@ -65,22 +79,40 @@ def page(results: dict[str, dict[str, Any]], quick: bool) -> str:
     return "\n\n".join(head + [section(name, result, quick) for name, result in results.items()]) + "\n"
 
 
+def run(name: str, images: Path, quick: bool) -> str:
+    """Runs one; what went wrong, or ""."""
+    command = [sys.executable, "-m", "bench", name, "--json", str(images / f"bench-{name}.json")]
+    command += ["--plot", str(images)] + (["--quick"] if quick else [])
+    limit = 3 * 60 * (QUICK_MINUTES if quick else MINUTES[name])
+    try:
+        status = subprocess.run(command, cwd=ROOT, timeout=limit, check=False).returncode
+    except subprocess.TimeoutExpired:
+        return f"{name} was ended after {limit / 60:.0f} minutes"
+    return f"{name} ended with status {status}" if status else ""
+
+
 def main(arguments: list[str]) -> None:
-    """Runs what is asked for and writes the page."""
+    """Runs what is asked for and writes the page. Exits with a message if one failed."""
     parser = report.parser("all", __doc__)
-    parser.add_argument("--only", choices=NAMES, action="append", help="run only this one; may be repeated")
+    parser.add_argument("--only", choices=MINUTES, action="append", help="run only this one; may be repeated")
     options = parser.parse_args(arguments)
     docs = ROOT / ("build/benchmarks" if options.quick else "docs")
     images = docs / "img"
     images.mkdir(parents=True, exist_ok=True)
-    for name in options.only or NAMES:
-        print(f"== {name}", file=sys.stderr, flush=True)
-        command = [sys.executable, "-m", "bench", name, "--json", str(images / f"bench-{name}.json")]
-        command += ["--plot", str(images)] + (["--quick"] if options.quick else [])
-        subprocess.run(command, cwd=ROOT, check=True)
+    failures: list[str] = []
+    began = time.monotonic()
+    try:
+        for name in options.only or MINUTES:
+            print(f"== {name}", file=sys.stderr, flush=True)
+            since = time.monotonic()
+            failures += filter(None, [run(name, images, options.quick)])
+            now = time.monotonic()
+            print(f"== {name}: {now - since:.0f} s, {now - began:.0f} s in all", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        failures.append("interrupted")
     results = {
         name: json.loads(file.read_text())
-        for name in NAMES
+        for name in MINUTES
         if (file := images / f"bench-{name}.json").exists()
     }
     (docs / "benchmarks.md").write_text(page(results, options.quick))
@@ -88,3 +120,5 @@ def main(arguments: list[str]) -> None:
         rows = [row for result in results.values() for row in result["rows"]]
         options.json.write_text(json.dumps({"machine": report.machine(), "rows": rows}, indent=1) + "\n")
     print(docs / "benchmarks.md")
+    if failures:
+        sys.exit("; ".join(failures))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from bench import measure, prompts
 from bench.rig import Rig, Stages
-from bench.trace import tracing
 from meshpipe import Speculation
+from meshpipe.telemetry.overlap import analyse
 from meshpipe.topology.split import even_split
 
 TOKENS = 256
@@ -20,9 +20,11 @@ async def balanced(rig: Rig, stages: Stages, count: int = 2) -> str:
     """The split into `count` stages, by `stages`, which are two, with nothing between them."""
     pipe = await rig.pipeline(stages, None)
     task = prompts.draftable(rig.vocabulary, TOKENS)
-    with tracing(pipe, 0.0) as trace:
-        await measure.complete(pipe, task, Speculation(mode="ngram", width=WIDTH), TOKENS)
-    first, last = trace.service()
+    async with pipe.tracing() as trace:
+        await pipe.complete(**measure.request(task, Speculation(mode="ngram", width=WIDTH), TOKENS))
+    found = analyse(trace)
+    assert found is not None
+    first, last = (stage.service for stage in found.work)
     layers = stages.boundaries[-1]
     layer = first / stages.boundaries[1]
     head = max(0.0, last - layer * (layers - stages.boundaries[1]))

@@ -54,12 +54,7 @@ class Crowd:
         self.outputs.append((task, tokens))
         async with (
             self.pipe.generate(
-                task.tokens,
-                max_tokens=task.count,
-                sampling=task.sampling(),
-                speculation=self.speculation,
-                ignore_end=True,
-                reuse=False,
+                **measure.request(task, self.speculation, task.count, reuse=True)
             ) as generation,
             trio.open_nursery() as nursery,
         ):

@@ -28,7 +28,7 @@ COLUMNS = (
 
 async def once(rig: Rig, pipe: Coordinator, task: Task, speculation: Speculation, count: int) -> Row:
     """A row of one request, with the draft's own rate."""
-    done = await measure.complete(pipe, task, speculation, count)
+    done = await pipe.complete(**measure.request(task, speculation, count))
     source = done.report.sources.get("draft")
     made = source.made / source.seconds if source is not None and source.seconds else None
     return measure.of_completion(done) | {"made_tps": made, "exact": await task.is_exact(rig, done.tokens)}

@@ -1,47 +1,144 @@
-"""Speed by link delay: llama.cpp's RPC backend, meshpipe without speculation, meshpipe with n-grams.
+"""Speed by link delay: llama.cpp's RPC backend, meshpipe without speculation, with n-grams, with native MTP.
 
 Two stages, one thread each, split so that both take as long (`bench/balance.py`); the delay is one way, on the link
 between the stages and on the return. llama.cpp's RPC backend has the same layers and the head on its server, behind
-the same kind of proxy, the delay each way. It and meshpipe without speculation are measured on fewer tokens of the
-draftable text: their speed does not depend on what it says.
+the same kind of proxy, the delay each way. What goes token by token is measured on fewer tokens (`tokens`): its speed
+does not depend on what the text says.
+
+Native MTP, and what is measured beside it, runs on SmolLM2 with a NextN block (`model`; docs/mtp_model.md).
+`overlapped` is the share of the decode time with two or more windows in flight, `latency_ms` a whole request's time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import trio
-from attrs import frozen
+from attrs import evolve, frozen
 
 from bench import measure, prompts, report
 from bench.balance import balanced
-from bench.measure import NGRAM, OFF, Cell, Row, Task
+from bench.measure import AUTO, MTP, MTP_NGRAM, NGRAM, OFF, Cell, Row
+from bench.models.smollm2_mtp import assemble
 from bench.rig import EVEN, Peer, Rig, open_rig
-from meshpipe import Coordinator
+from meshpipe import Coordinator, Speculation
 
-CONTENDERS = ("llama.cpp RPC", "serial", "n-gram")
+RPC = "llama.cpp RPC"
 COLUMNS = (
-    "workload", "delay_ms", "contender", "decode_tps", "decode_tps_low", "decode_tps_high", "tpot_ms", "ttft_ms",
-    "tokens", "depth", "width", "acceptance", "stale_tokens", "occupancy", "exact",
+    "model", "workload", "delay_ms", "contender", "decode_tps", "decode_tps_low", "decode_tps_high", "tpot_ms",
+    "ttft_ms", "latency_ms", "tokens", "depth", "width", "ngram_acceptance", "mtp_acceptance", "stale_tokens",
+    "occupancy", "overlapped", "exact",
 )  # fmt: skip
+ROUND = 4
+"""Tokens that native MTP alone may commit in a round trip, about."""
 
 
 @frozen
-class Size:
-    """How much is measured."""
+class Contender:
+    """Someone to measure: llama.cpp's RPC backend if `speculation` is None.
 
-    delays: tuple[float, ...]
+    `pace`: tokens a round trip, about; 0 for one that does not wait for round trips on draftable text.
+    """
+
+    name: str
+    speculation: Speculation | None
+    pace: int = 1
+
+
+PLAIN = (
+    Contender(RPC, None),
+    Contender("serial", OFF),
+    Contender("n-gram", NGRAM, 0),
+)
+NEXTN = (
+    Contender("serial", OFF),
+    Contender("auto", AUTO, 0),
+    Contender("mtp, depth 1", evolve(MTP, depth=1), ROUND),
+    Contender("mtp", MTP, ROUND),
+    Contender("mtp+ngram", MTP_NGRAM, 0),
+    Contender("n-gram", NGRAM, 0),
+)
+
+
+@frozen
+class Part:
+    """Contenders at some delays, in turns; `seconds` is what a request of serial decoding may take, about."""
+
+    model: str
+    contenders: Sequence[Contender]
+    workload: str
+    delays: Sequence[float]
     repetitions: int
-    serial: int  # tokens of contenders that go token by token, on draftable text
-    novel: int  # tokens of novel text
+    seconds: float
+
+    def tokens(self, contender: Contender, delay: float) -> int:
+        """How many to generate."""
+        if self.workload == "draftable" and not contender.pace:
+            return prompts.LONGEST
+        count = int(self.seconds / (0.03 + 2 * delay / 1e3))
+        return max(8, min(64, count)) * (contender.pace if self.workload == "draftable" else 1)
 
 
-FULL = Size((0, 10, 25, 50, 100, 150), 3, 24, 48)
-QUICK = Size((0, 100), 1, 8, 16)
+def only(contenders: Sequence[Contender], *names: str) -> list[Contender]:
+    """Those of that name, in that order."""
+    return [contender for name in names for contender in contenders if contender.name == name]
+
+
+# Where a ratio is asked for, its two sides are in one part, and there are more repetitions.
+FULL = (
+    Part("SmolLM2", PLAIN, "draftable", (0, 100), 4, 2.5),
+    Part("SmolLM2", PLAIN, "novel", (0, 100), 5, 3.7),
+    Part("SmolLM2", PLAIN, "draftable", (10, 25, 50, 150), 3, 1.0),
+    Part("SmolLM2", PLAIN, "novel", (10, 25, 50, 150), 3, 2.0),
+    Part(
+        "NextN",
+        only(NEXTN, "serial", "mtp, depth 1", "mtp", "mtp+ngram", "n-gram"),
+        "draftable",
+        (100,),
+        4,
+        2.5,
+    ),
+    Part("NextN", only(NEXTN, "serial", "mtp", "mtp+ngram", "n-gram"), "novel", (100,), 5, 3.7),
+    Part("NextN", only(NEXTN, "serial", "auto", "mtp", "mtp+ngram"), "novel", (0,), 6, 2.0),
+    Part("NextN", only(NEXTN, "serial", "mtp", "mtp+ngram"), "draftable", (0, 50), 3, 1.5),
+    Part("NextN", only(NEXTN, "serial", "mtp", "mtp+ngram"), "novel", (50,), 3, 2.0),
+)
+QUICK = (
+    Part("SmolLM2", PLAIN, "draftable", (0, 100), 1, 1.0),
+    Part("SmolLM2", PLAIN, "novel", (0, 100), 1, 1.0),
+)
+
+
+@frozen
+class Setup:
+    """What runs for one model."""
+
+    rig: Rig
+    split: str
+    pipes: Mapping[float, Coordinator]
+    peers: Mapping[float, Peer]
+
+
+async def set_up(rig: Rig, parts: Sequence[Part]) -> Setup:
+    """Stages, a pipeline for each delay, and llama.cpp's peers where they are wanted."""
+    stages = await rig.stages(EVEN)
+    split = await balanced(rig, stages)
+    if split != EVEN:
+        stages = await rig.stages(split)
+    pipes = {delay: await rig.pipeline(stages, delay) for part in parts for delay in part.delays}
+    peers: dict[float, Peer] = {}
+
+    async def open_peer(delay: float) -> None:
+        peers[delay] = await rig.rpc(stages.boundaries[2] - stages.boundaries[1], delay)
+
+    async with trio.open_nursery() as nursery:  # loading over a long link is mostly waiting
+        for delay in {delay for part in parts if only(part.contenders, RPC) for delay in part.delays}:
+            nursery.start_soon(open_peer, delay)
+    return Setup(rig, stages.split, pipes, peers)
 
 
 async def settled(rig: Rig, way: Callable[[], Awaitable[Row]], delay: float) -> Row:
@@ -51,99 +148,106 @@ async def settled(rig: Rig, way: Callable[[], Awaitable[Row]], delay: float) -> 
     return row
 
 
-def cells(
-    rig: Rig, size: Size, split: str, pipes: dict[float, Coordinator], peers: dict[float, Peer]
-) -> list[Cell]:
-    """Contenders side by side at each delay."""
+def cells(setup: Setup, part: Part) -> list[Cell]:
+    """Contenders side by side, at every other delay in the opposite order: those at two delays are near too."""
     made: list[Cell] = []
-    tasks: list[tuple[Task, int]] = [
-        (prompts.draftable(rig.vocabulary), size.serial),
-        (prompts.novel(rig.vocabulary, size.novel), size.novel),
-    ]
-    for task, few in tasks:
-        for delay in size.delays:
-            ways = (
-                partial(measure.with_peer, rig, peers[delay], task, min(few, size.serial)),
-                partial(measure.with_pipeline, rig, pipes[delay], task, OFF, few),
-                partial(measure.with_pipeline, rig, pipes[delay], task, NGRAM),
+    rig = setup.rig
+    for number, delay in enumerate(part.delays):
+        for contender in reversed(part.contenders) if number % 2 else part.contenders:
+            count = part.tokens(contender, delay)
+            task = (
+                prompts.draftable(rig.vocabulary)
+                if part.workload == "draftable"
+                else prompts.novel(rig.vocabulary, 64)
             )
-            for contender, way in zip(CONTENDERS, ways, strict=True):
-                name = {
-                    "bench": "latency",
-                    "workload": task.name,
-                    "delay_ms": delay,
-                    "contender": contender,
-                    "split": split,
-                }
-                made.append(Cell(name, partial(settled, rig, way, delay)))
+            way: Callable[[], Awaitable[Row]]
+            if contender.speculation is None:
+                way = partial(measure.with_peer, rig, setup.peers[delay], task, count)
+            else:
+                way = partial(
+                    measure.with_pipeline, rig, setup.pipes[delay], task, contender.speculation, count
+                )
+            name = {
+                "bench": "latency",
+                "model": part.model,
+                "workload": part.workload,
+                "delay_ms": delay,
+                "contender": contender.name,
+                "split": setup.split,
+            }
+            made.append(Cell(name, partial(settled, rig, way, delay)))
     return made
 
 
-def figures(cells: list[Cell], found: list[list[Row]]) -> list[Row]:
-    """The ratios that matter."""
-    runs = {
-        (cell.name["workload"], cell.name["delay_ms"], cell.name["contender"]): rows
-        for cell, rows in zip(cells, found, strict=True)
-    }
-    rpc, serial, ngram = CONTENDERS
-    made = [
-        measure.figure(
-            "draftable, n-gram, 100 ms against 0 ms",
-            0.90,
-            measure.ratio(runs["draftable", 100, ngram], runs["draftable", 0, ngram]),
-        ),
-        measure.figure(
-            "draftable, n-gram against llama.cpp RPC, 100 ms",
-            25,
-            measure.ratio(runs["draftable", 100, ngram], runs["draftable", 100, rpc]),
-        ),
-    ]
-    for delay, least in ((0, 1.1), (100, 1.0)):
-        made += [
-            measure.figure(
-                f"novel, n-gram against serial, {delay} ms",
-                0.98,
-                measure.ratio(runs["novel", delay, ngram], runs["novel", delay, serial]),
-            ),
-            measure.figure(
-                f"novel, serial against llama.cpp RPC, {delay} ms",
-                least,
-                measure.ratio(runs["novel", delay, serial], runs["novel", delay, rpc]),
-            ),
-        ]
+Key = tuple[str, str, float, str]
+"""Model, workload, delay, contender."""
+
+
+def at_least(
+    least: float, model: str, workload: str, delay: float, over: str, under: str
+) -> tuple[float, Key, Key]:
+    """Two contenders side by side."""
+    return least, (model, workload, delay, over), (model, workload, delay, under)
+
+
+RATIOS: tuple[tuple[float, Key, Key], ...] = (
+    (0.90, ("SmolLM2", "draftable", 100, "n-gram"), ("SmolLM2", "draftable", 0, "n-gram")),
+    at_least(25, "SmolLM2", "draftable", 100, "n-gram", RPC),
+    at_least(0.98, "SmolLM2", "novel", 0, "n-gram", "serial"),
+    at_least(1.1, "SmolLM2", "novel", 0, "serial", RPC),
+    at_least(0.98, "SmolLM2", "novel", 100, "n-gram", "serial"),
+    at_least(1.0, "SmolLM2", "novel", 100, "serial", RPC),
+    at_least(8, "NextN", "draftable", 100, "mtp+ngram", "mtp, depth 1"),
+    at_least(0.98, "NextN", "draftable", 100, "mtp+ngram", "n-gram"),
+    at_least(1.4, "NextN", "novel", 100, "mtp", "serial"),
+    at_least(0.97, "NextN", "novel", 0, "auto", "serial"),
+)
+"""How much the first runs should be at least, by the second."""
+
+
+def figures(runs: Mapping[Key, Sequence[Row]]) -> list[Row]:
+    """The ratios that matter, of what was measured."""
+    made = []
+    for least, over, under in RATIOS:
+        if over in runs and under in runs:
+            model, workload, delay, contender = over
+            other = under[3] if over[2] == under[2] else f"{under[2]:g} ms"
+            what = f"{model}, {workload}, {delay:g} ms: {contender} against {other}"
+            made.append(measure.figure(what, least, measure.ratio(runs[over], runs[under])))
     return made
 
 
-async def run(size: Size) -> tuple[list[Row], list[Row]]:
+async def run(parts: Sequence[Part]) -> tuple[list[Row], list[Row]]:
     """Rows and figures."""
-    async with open_rig() as rig:
-        stages = await rig.stages(EVEN)
-        split = await balanced(rig, stages)
-        if split != EVEN:
-            stages = await rig.stages(split)
-        pipes = {delay: await rig.pipeline(stages, delay) for delay in size.delays}
-        peers: dict[float, Peer] = {}
-
-        async def open_peer(delay: float) -> None:
-            peers[delay] = await rig.rpc(stages.boundaries[2] - stages.boundaries[1], delay)
-
-        async with trio.open_nursery() as nursery:  # loading over a long link is mostly waiting
-            for delay in size.delays:
-                nursery.start_soon(open_peer, delay)
-        measured = cells(rig, size, stages.split, pipes, peers)
-        found = await measure.take_turns(measured, size.repetitions)
-        return measure.summarize(measured, found), figures(measured, found)
+    rows: list[Row] = []
+    runs: dict[Key, list[Row]] = {}
+    for model in dict.fromkeys(part.model for part in parts):
+        of = [part for part in parts if part.model == model]
+        async with open_rig(assemble() if model == "NextN" else None) as rig:
+            setup = await set_up(rig, of)
+            for part in of:
+                measured = cells(setup, part)
+                found = await measure.take_turns(measured, part.repetitions)
+                rows += measure.summarize(measured, found)
+                for cell, some in zip(measured, found, strict=True):
+                    name = cell.name
+                    runs[name["model"], name["workload"], name["delay_ms"], name["contender"]] = some
+    rows.sort(key=lambda row: (row["model"] == "NextN", row["workload"], row["delay_ms"]))
+    return rows, figures(runs)
 
 
 def plot(rows: list[dict[str, Any]], folder: Path) -> None:
     """Speed over delay, one panel a workload."""
     figure, axes = report.panels(2)
     for axis, workload in zip(axes, ("draftable", "novel"), strict=True):
-        for contender in CONTENDERS:
-            line = [row for row in rows if (row["workload"], row["contender"]) == (workload, contender)]
+        for model, contender in dict.fromkeys((row["model"], row["contender"]) for row in rows):
+            named = (model, workload, contender)
+            line = [row for row in rows if (row["model"], row["workload"], row["contender"]) == named]
+            if not line:
+                continue
             delays = [row["delay_ms"] for row in line]
             rates = [row["decode_tps"] for row in line]
-            axis.plot(delays, rates, "o-", label=contender)
+            axis.plot(delays, rates, "o-" if model == "SmolLM2" else "x:", label=f"{model}, {contender}")
             axis.fill_between(
                 delays,
                 [row["decode_tps_low"] for row in line],
@@ -154,7 +258,7 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
         top = max((row["decode_tps_high"] for row in rows), default=1)
         axis.set_ylim(1, 2 * 10 ** math.ceil(math.log10(top)) / 2)
     axes[0].set_ylabel("tokens/s")
-    axes[0].legend(fontsize=8)
+    axes[0].legend(fontsize=6)
     report.save(figure, folder, "latency")
 
 

@@ -18,6 +18,9 @@ Row = dict[str, Any]
 
 OFF = Speculation(mode="off")
 NGRAM = Speculation(mode="ngram")
+AUTO = Speculation(mode="auto")
+MTP = Speculation(mode="mtp")
+MTP_NGRAM = Speculation(mode="mtp+ngram")
 SPREAD = ("decode_tps", "tpot_ms", "ttft_ms")
 """Columns that also get `_low` and `_high`: the range over the repetitions."""
 
@@ -52,23 +55,29 @@ def load() -> float:
     return os.getloadavg()[0]
 
 
-async def complete(pipe: Coordinator, task: Task, speculation: Speculation, count: int) -> Completion:
-    """One request; nothing is taken from an earlier one's cache."""
-    return await pipe.complete(
-        task.tokens,
-        max_tokens=count,
-        sampling=task.sampling(),
-        speculation=speculation,
-        ignore_end=True,
-        reuse=False,
-    )
+def request(task: Task, speculation: Speculation, count: int, *, reuse: bool = False) -> dict[str, Any]:
+    """A request, for `Coordinator.generate`; with `reuse`, what a lane has of its prompt is not computed again."""
+    return {
+        "prompt": task.tokens,
+        "max_tokens": count,
+        "sampling": task.sampling(),
+        "speculation": speculation,
+        "ignore_end": True,
+        "reuse": reuse,
+    }
 
 
 async def with_pipeline(
-    rig: Rig, pipe: Coordinator, task: Task, speculation: Speculation, count: int | None = None
+    rig: Rig,
+    pipe: Coordinator,
+    task: Task,
+    speculation: Speculation,
+    count: int | None = None,
+    *,
+    reuse: bool = False,
 ) -> Row:
     """A row of one request alone on the pipeline."""
-    done = await complete(pipe, task, speculation, count or task.count)
+    done = await pipe.complete(**request(task, speculation, count or task.count, reuse=reuse))
     return of_completion(done) | {"exact": await task.is_exact(rig, done.tokens)}
 
 
@@ -91,6 +100,10 @@ def of_completion(done: Completion) -> Row:
         "stale_windows": report.stale_windows,
         "stale_tokens": report.stale_tokens,
         "occupancy": report.occupancy,
+        "overlapped": report.overlapped,
+        "latency_ms": report.total * 1e3,
+        "cached_tokens": report.cached_tokens,
+        **{f"{name}_acceptance": source.acceptance for name, source in report.sources.items()},
         "hash": fingerprint(done.tokens),
         "load": load(),
     }

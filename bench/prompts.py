@@ -11,7 +11,15 @@ from bench.measure import Task
 from bench.texts import PASSAGES, QUESTIONS
 from meshpipe.llama.vocabulary import Vocabulary
 
-DRAFTABLE = PASSAGES["table"] * 2
+DRAFTABLE = (
+    """| city | country | river |
+|---|---|---|
+| Vienna | Austria | Danube |
+| Paris | France | Seine |
+| Rome | Italy | Tiber |
+"""
+    * 2
+)
 LONGEST = 1024
 
 

@@ -80,6 +80,7 @@ class Stages:
     addresses: tuple[str, ...]
     lanes: int
     context: int
+    processes: tuple[int, ...]
 
     @property
     def split(self) -> str:
@@ -96,7 +97,7 @@ class Rig:
         self._stack = stack
         self._proxies: dict[tuple[str, float], str] = {}
         self._reference: Peer | None = None
-        vocabulary_file = slice_model(model, 0, plan_split(model, "2")[1])
+        vocabulary_file = slice_model(model, 0, plan_split(model, "2")[1], mtp=True)
         self.vocabulary = Vocabulary(vocabulary_file)
         stack.callback(self.vocabulary.close)
         self._vocabulary_file = vocabulary_file
@@ -119,8 +120,9 @@ class Rig:
         boundaries = await trio.to_thread.run_sync(plan_split, self.model, split)
         ranges = list(pairwise(boundaries))
         for start, stop in ranges:
-            await trio.to_thread.run_sync(slice_model, self.model, start, stop)
+            await trio.to_thread.run_sync(partial(slice_model, self.model, start, stop, mtp=True))
         addresses = [""] * len(ranges)
+        processes = [0] * len(ranges)
 
         async def start_one(index: int) -> None:
             start, stop = ranges[index]
@@ -132,11 +134,12 @@ class Rig:
             )
             with trio.fail_after(READY):
                 addresses[index] = (await child.line())["address"]
+            processes[index] = child.process.pid
 
         await start_one(0)  # one after the other, so that they do not disturb each other's probe
         for index in range(1, len(ranges)):
             await start_one(index)
-        return Stages(tuple(boundaries), tuple(addresses), lanes, context)
+        return Stages(tuple(boundaries), tuple(addresses), lanes, context, tuple(processes))
 
     async def proxied(self, address: str, delay_ms: float, way: str = "") -> str:
         """The address of a proxy before `address`; each `way` has its own."""

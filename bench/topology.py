@@ -3,12 +3,11 @@
 Splits of the demo model: 29/1, 15/15, one balanced by the service times of its stages in a short run
 (`bench/balance.py`), and three stages balanced the same way. `busy` is each stage's share of the verify
 interval (from the first verify window's decode to the last one's end); `all_computing` and `two_computing` are
-the shares of it in which all, and at least two, stages compute at once, from the times that replies carry.
+the shares of it in which all, and at least two, stages compute at once, as a trace tells (`meshpipe trace`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from bench import measure, prompts, report
 from bench.balance import balanced
 from bench.measure import NGRAM, Cell, Row, Task
 from bench.rig import EVEN, Rig, open_rig
-from bench.trace import busy, overlap, tracing
 from meshpipe import Coordinator
+from meshpipe.telemetry.overlap import analyse
 
 DELAY = 100
 COLUMNS = (
@@ -31,23 +30,22 @@ COLUMNS = (
 
 async def traced(rig: Rig, pipe: Coordinator, task: Task) -> Row:
     """One run, and when the stages computed."""
-    with tracing(pipe, DELAY / 1e3) as trace:
+    async with pipe.tracing() as trace:
         row = await measure.with_pipeline(rig, pipe, task, NGRAM)
-    spans = trace.spans()
-    within = (min(stage[0][0] for stage in spans), max(stage[-1][1] for stage in spans))
-    shares = [busy(stage, within) / (within[1] - within[0]) for stage in spans]
+    found = analyse(trace)
+    assert found is not None
     return row | {
-        "busy": shown(shares),
-        "all_computing": overlap(spans, within, len(spans)),
-        "two_computing": overlap(spans, within, 2),
-        "service_ms": shown([seconds * 1e3 for seconds in trace.service()]),
-        **{f"busy_{stage}": share for stage, share in enumerate(shares)},
+        "all_computing": found.at_least(found.stages),
+        "two_computing": found.at_least(2),
+        "in_flight": found.in_flight[0],
+        **{f"busy_{stage}": work.busy for stage, work in enumerate(found.work)},
+        **{f"service_ms_{stage}": work.service * 1e3 for stage, work in enumerate(found.work)},
     }
 
 
-def shown(numbers: Sequence[float]) -> str:
+def shown(row: Row, column: str) -> str:
     """One number a stage."""
-    return " / ".join(f"{number:.3g}" for number in numbers)
+    return " / ".join(f"{number:.3g}" for name, number in row.items() if name.startswith(f"{column}_"))
 
 
 async def run(repetitions: int, three: bool) -> tuple[list[Row], list[Row]]:
@@ -85,7 +83,10 @@ async def run(repetitions: int, three: bool) -> tuple[list[Row], list[Row]]:
                 (reached[len(reached) // 2], reached[0], reached[-1]),
             )
         ]
-        return measure.summarize(cells, found), figures
+        rows = measure.summarize(cells, found)
+        for row in rows:
+            row |= {column: shown(row, column) for column in ("busy", "service_ms")}
+        return rows, figures
 
 
 def plot(rows: list[dict[str, Any]], folder: Path) -> None:

@@ -85,7 +85,7 @@ async def answer(rig: Rig, pipe: Coordinator, prompt: Prompt, tokens: int, few: 
             ("n-gram", NGRAM, task.count),
             ("serial", OFF, min(few, task.count)),
         ):
-            done = await measure.complete(pipe, task, speculation, count)
+            done = await pipe.complete(**measure.request(task, speculation, count))
             exact &= await task.is_exact(rig, done.tokens)
             if done.report.decode_tps and done.report.tpot:
                 later = len(done.tokens) - 1
