@@ -1,13 +1,17 @@
-"""Depth and width: every fixed pair against `auto`, two stages 100 ms apart, n-gram proposals.
+"""Depth and width: every fixed pair against `auto`, two stages, n-gram proposals 100 ms apart.
 
 A slow pair generates fewer tokens than 1,024 of the draftable text, so that each takes about as long; `tokens`
 says how many. The best fixed pair of each workload is measured again, in turn with `auto`, in the rows of the part
-*final*: the best of many noisy cells looks better than it is.
+*final*: the best of many noisy cells looks better than it is. A prompt is computed once and then reused.
+
+Native MTP is measured on SmolLM2 with a NextN block (`model`), on a coarser grid; at 0 and 50 ms `auto` is one of
+its cells, and there is no final.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,92 +20,119 @@ import trio
 from attrs import evolve, frozen
 
 from bench import measure, prompts, report
-from bench.measure import NGRAM, Cell, Row, Task
-from bench.rig import Rig, open_rig
+from bench.measure import Cell, Row, Task
+from bench.models.smollm2_mtp import assemble
+from bench.rig import EVEN, Rig, open_rig
 from meshpipe import Coordinator, Speculation
 
 DELAY = 100
+NOVEL = 48  # tokens of novel text in a final
 COLUMNS = (
-    "part", "workload", "depth_asked", "width_asked", "decode_tps", "decode_tps_low", "decode_tps_high", "tokens",
-    "depth", "width", "acceptance", "stale_tokens", "occupancy", "exact",
+    "model", "part", "workload", "contender", "delay_ms", "depth_asked", "width_asked", "decode_tps", "decode_tps_low",
+    "decode_tps_high", "tokens", "depth", "width", "ngram_acceptance", "mtp_acceptance", "stale_tokens", "occupancy",
+    "overlapped", "exact",
 )  # fmt: skip
 
 
 @frozen
-class Size:
-    """How much is measured."""
+class Part:
+    """A grid; the fixed pair that wins is measured again if `final`. `seconds` is what a pair may take, about."""
 
-    depths: tuple[int, ...]
-    widths: tuple[int, ...]
-    seconds: float  # that a fixed pair of the grid may take, about
-    novel: int  # tokens of novel text
-    repetitions: int
+    model: str
+    workload: str
+    mode: str
+    delay: float
+    depths: Sequence[int]
+    widths: Sequence[int]
+    final: bool
+    seconds: float = 2.0
+    repetitions: int = 3
 
 
-FULL = Size((1, 2, 4, 8, 16), (1, 2, 4, 8), 4.0, 16, 3)
-QUICK = Size((4, 16), (4, 8), 2.0, 8, 1)
+FULL = (
+    Part("SmolLM2", "draftable", "ngram", DELAY, (1, 2, 4, 8, 16), (1, 2, 4, 8), True),
+    Part("SmolLM2", "novel", "ngram", DELAY, (1, 2, 4, 8, 16), (1, 2, 4, 8), True),
+    Part("NextN", "draftable", "mtp+ngram", DELAY, (2, 4, 16), (4, 8), True),
+    Part("NextN", "novel", "mtp", DELAY, (1, 2, 4), (1, 2, 4), True),
+    *(
+        Part("NextN", workload, mode, delay, (1, 4), (1, 4), False)
+        for delay in (0, 50)
+        for workload, mode in (("draftable", "mtp+ngram"), ("novel", "mtp"))
+    ),
+)
+QUICK = (
+    Part("SmolLM2", "draftable", "ngram", DELAY, (4, 16), (4, 8), True, 1.0, 1),
+    Part("SmolLM2", "novel", "ngram", DELAY, (4,), (4,), True, 1.0, 1),
+)
 
 
-def cell(rig: Rig, pipe: Coordinator, task: Task, part: str, speculation: Speculation) -> Cell:
-    """One pair, or auto."""
-    name = {
+def cell(rig: Rig, pipe: Coordinator, part: Part, name: str, task: Task, speculation: Speculation) -> Cell:
+    """One pair, or auto; a text that MTP drafts for is computed anew, so that it has its rows."""
+    named = {
         "bench": "frontier",
-        "part": part,
-        "workload": task.name,
-        "delay_ms": DELAY,
+        "model": part.model,
+        "part": name,
+        "workload": part.workload,
+        "delay_ms": part.delay,
         "split": "15/15",
-        "contender": "n-gram",
+        "contender": part.mode,
         "depth_asked": speculation.depth,
         "width_asked": speculation.width,
     }
-    return Cell(name, partial(measure.with_pipeline, rig, pipe, task, speculation))
+    way = partial(measure.with_pipeline, rig, pipe, task, speculation, reuse=not speculation.uses_mtp)
+    return Cell(named, way)
 
 
-def shortened(pipe: Coordinator, task: Task, seconds: float, depth: int, width: int) -> Task:
-    """As many tokens as a fixed pair can generate in that time at best, 16 at least."""
-    rate = min(depth * width / pipe.pipe.latency(width), width / pipe.pipe.slowest(width))
-    return evolve(task, count=min(task.count, max(16, int(rate * seconds))))
+def shortened(pipe: Coordinator, task: Task, seconds: float, speculation: Speculation) -> Task:
+    """As many tokens as a pair can generate in that time at best, 8 at least; auto may do all that the pipe can."""
+    depth = 16 if speculation.depth == "auto" else speculation.depth
+    width = 8 if speculation.width == "auto" else speculation.width
+    ahead = task.name == "draftable"
+    rate = min((depth * width if ahead else 1) / pipe.pipe.latency(width), width / pipe.pipe.slowest(width))
+    return evolve(task, count=min(task.count, max(8, int(rate * seconds))))
 
 
-async def run(size: Size) -> tuple[list[Row], list[Row]]:
+async def measured(rig: Rig, pipe: Coordinator, part: Part) -> tuple[list[Row], list[Row]]:
+    """Rows of one grid, and of its final the figure."""
+    task = (
+        prompts.draftable(rig.vocabulary)
+        if part.workload == "draftable"
+        else prompts.novel(rig.vocabulary, NOVEL)
+    )
+    auto = Speculation(mode=part.mode)
+    pairs = [evolve(auto, depth=depth, width=width) for depth in part.depths for width in part.widths]
+    grid = [
+        cell(rig, pipe, part, "grid", shortened(pipe, task, part.seconds, pair), pair)
+        for pair in [*pairs, *([] if part.final else [auto])]
+    ]
+    found = await measure.take_turns(grid, part.repetitions)
+    rows = measure.summarize(grid, found)
+    if not part.final:
+        return rows, []
+    best = pairs[
+        max(range(len(pairs)), key=lambda at: statistics.median(run["decode_tps"] for run in found[at]))
+    ]
+    final = [cell(rig, pipe, part, "final", task, one) for one in (best, auto)]
+    found = await measure.take_turns(final, part.repetitions)
+    what = f"{part.workload}, {part.mode}: auto against the best fixed depth × width ({best.depth} × {best.width})"
+    return rows + measure.summarize(final, found), [
+        measure.figure(what, 0.95, measure.ratio(found[1], found[0]))
+    ]
+
+
+async def run(parts: Sequence[Part]) -> tuple[list[Row], list[Row]]:
     """Rows and figures."""
     rows: list[Row] = []
     figures: list[Row] = []
-    async with open_rig() as rig:
-        pipe = await rig.pipeline(await rig.stages("0,15,30"), DELAY)
-        for task in (prompts.draftable(rig.vocabulary), prompts.novel(rig.vocabulary, size.novel)):
-            grid = [
-                cell(
-                    rig,
-                    pipe,
-                    shortened(pipe, task, size.seconds, depth, width),
-                    "grid",
-                    Speculation(mode="ngram", depth=depth, width=width),
-                )
-                for depth in size.depths
-                for width in size.widths
-            ]
-            found = await measure.take_turns(grid, size.repetitions)
-            rows += measure.summarize(grid, found)
-            best = max(
-                range(len(grid)), key=lambda at: statistics.median(run["decode_tps"] for run in found[at])
-            )
-            name = grid[best].name
-            winner = Speculation(mode="ngram", depth=name["depth_asked"], width=name["width_asked"])
-            final = [
-                cell(rig, pipe, task, "final", winner),
-                cell(rig, pipe, task, "final", NGRAM),
-            ]
-            found = await measure.take_turns(final, size.repetitions)
-            rows += measure.summarize(final, found)
-            figures.append(
-                measure.figure(
-                    f"{task.name}: auto against the best fixed depth × width "
-                    f"({winner.depth} × {winner.width})",
-                    0.95,
-                    measure.ratio(found[1], found[0]),
-                )
-            )
+    for model in dict.fromkeys(part.model for part in parts):
+        async with open_rig(assemble() if model == "NextN" else None) as rig:
+            stages = await rig.stages(EVEN)
+            of = [part for part in parts if part.model == model]
+            pipes = {part.delay: await rig.pipeline(stages, part.delay) for part in of}
+            for part in of:
+                made = await measured(rig, pipes[part.delay], part)
+                await rig.settle(part.delay)
+                rows, figures = rows + made[0], figures + made[1]
     return rows, figures
 
 
@@ -109,7 +140,8 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
     """Speed over depth, a line a width; auto as a level."""
     figure, axes = report.panels(2, shared=False)
     for axis, workload in zip(axes, ("draftable", "novel"), strict=True):
-        grid = [row for row in rows if row["workload"] == workload and row["part"] == "grid"]
+        rows_of = [row for row in rows if row["workload"] == workload and row["contender"] == "ngram"]
+        grid = [row for row in rows_of if row["part"] == "grid"]
         for width in sorted({row["width_asked"] for row in grid}):
             line = [row for row in grid if row["width_asked"] == width]
             axis.plot(
@@ -118,8 +150,8 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
                 "o-",
                 label=f"width {width}",
             )
-        for row in rows:
-            if (row["workload"], row["part"], row["depth_asked"]) == (workload, "final", "auto"):
+        for row in rows_of:
+            if (row["part"], row["depth_asked"]) == ("final", "auto"):
                 axis.axhline(row["decode_tps"], color="black", linestyle=":", label="auto")
         axis.set(title=f"{workload}, {DELAY} ms", xlabel="depth (windows)", xscale="log")
         axis.set_ylim(bottom=0)

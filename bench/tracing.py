@@ -57,7 +57,7 @@ DRAWS = 2000
 
 @frozen
 class Block:
-    """Of one token, in the median of a block: milliseconds in all, and besides the decodes; in the mean: of processors."""
+    """Milliseconds of a token: in all and besides the decodes, in the median of a block; of processors, in the mean."""
 
     tpot: float
     rest: float

@@ -1,13 +1,14 @@
-"""What speculation gains on different work, two stages 100 ms apart, greedy.
+"""What speculation gains on different work, two stages, greedy: n-grams, native MTP, and both.
 
 Prompts of our own in the eleven categories of SPEED-Bench, five each, and three kinds of work that copies much:
 editing a file, extracting JSON, and a coding agent's loop of several turns over a growing conversation
 (`bench/data/workloads.jsonl`). `--speed-bench PATH` reads SPEED-Bench's own files instead: JSON lines, or Parquet if
 pyarrow is installed, with `category` and `turns`. `entropy` says how much a prompt's answer may vary.
 
-Every prompt is answered with n-grams and, for fewer tokens (its speed does not depend on them), without speculation.
-A category's speed is the sum of its tokens over the sum of their times; `speedup_low` and `speedup_high` are of its
-prompts, which are its repetitions.
+Contenders answer every prompt one after the other, serial decoding for fewer tokens (its speed does not depend on
+them); native MTP, at all delays, only the first prompt of a category. The model is SmolLM2 with a NextN block
+(docs/mtp_model.md). A row's speed is the sum of its tokens over the sum of their times; `speedup` is against serial
+decoding of the same prompts, `speedup_low` and `speedup_high` of single prompts.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +26,42 @@ import trio
 from attrs import frozen
 
 from bench import measure, report
-from bench.measure import NGRAM, OFF, Cell, Row, Task
-from bench.rig import Rig, open_rig
-from meshpipe import Coordinator
+from bench.measure import AUTO, MTP, MTP_NGRAM, NGRAM, OFF, Cell, Row, Task
+from bench.models.smollm2_mtp import assemble
+from bench.rig import EVEN, Rig, open_rig
+from meshpipe import Coordinator, Report
 
 DELAY = 100
 DATA = Path(__file__).parent / "data" / "workloads.jsonl"
 CONTEXT = 4096
+MODES = {"serial": OFF, "n-gram": NGRAM, "auto": AUTO, "mtp": MTP, "mtp+ngram": MTP_NGRAM}
 COLUMNS = (
-    "workload", "entropy", "prompts", "serial_tps", "decode_tps", "speedup", "speedup_low", "speedup_high",
-    "acceptance", "stale_tokens", "tokens", "exact",
+    "delay_ms", "workload", "entropy", "contender", "prompts", "decode_tps", "speedup", "speedup_low", "speedup_high",
+    "latency_ms", "ngram_acceptance", "mtp_acceptance", "stale_tokens", "overlapped", "tokens", "exact",
 )  # fmt: skip
+ALL = "all"
+"""The workload of the rows over all categories."""
+
+
+@frozen
+class Part:
+    """Contenders at one delay, for the prompts of each category from one on."""
+
+    delay: float
+    contenders: Sequence[str]
+    first: int
+    count: int
+
+
+FULL = (
+    Part(DELAY, ("serial", "n-gram", "mtp", "mtp+ngram"), 0, 1),
+    Part(DELAY, ("serial", "n-gram"), 1, 4),
+    Part(50, ("serial", "mtp", "mtp+ngram"), 0, 1),
+    Part(0, ("serial", "auto", "mtp", "mtp+ngram"), 0, 1),
+)
+QUICK = FULL[:1]
+QUICK_CATEGORIES = ("qa", "edit-this-file")
+SERIAL_TOKENS = 5
 
 
 @frozen
@@ -68,116 +95,168 @@ def _entropy(row: dict[str, Any]) -> str:
     return row.get("entropy") or (category if category in ("low", "mixed", "high") else "")
 
 
-async def answer(rig: Rig, pipe: Coordinator, prompt: Prompt, tokens: int, few: int) -> Row:
-    """All turns of one prompt, each with n-grams and then without."""
+@frozen
+class Answer:
+    """One turn of a prompt by one contender."""
+
+    part: Part
+    prompt: Prompt
+    contender: str
+    report: Report
+    exact: bool
+
+
+async def answer(
+    rig: Rig, pipe: Coordinator, part: Part, prompt: Prompt, tokens: int, answers: list[Answer]
+) -> Row:
+    """All turns of one prompt, each by all contenders."""
     conversation: list[dict[str, str]] = []
-    sums = {"tokens": 0, "stale_tokens": 0, "judged": 0, "accepted": 0}
-    spans = {"n-gram": 0.0, "serial": 0.0}
-    counted = {"n-gram": 0, "serial": 0}
-    exact = True
     for turn in prompt.turns:
         conversation.append({"role": "user", "content": turn})
         rendered = rig.vocabulary.tokenize(rig.vocabulary.render_chat(conversation), start=False)
         task = Task(prompt.category, rendered, min(tokens, CONTEXT - len(rendered)))
         if task.count < 2:
             break
-        for mode, speculation, count in (
-            ("n-gram", NGRAM, task.count),
-            ("serial", OFF, min(few, task.count)),
-        ):
-            done = await pipe.complete(**measure.request(task, speculation, count))
-            exact &= await task.is_exact(rig, done.tokens)
-            if done.report.decode_tps and done.report.tpot:
-                later = len(done.tokens) - 1
-                spans[mode] += done.report.tpot * later
-                counted[mode] += later
-            if mode == "n-gram":
-                text = done.text
-                sums["tokens"] += len(done.tokens)
-                sums["stale_tokens"] += done.report.stale_tokens
-                for source in done.report.sources.values():
-                    sums["judged"] += source.judged
-                    sums["accepted"] += source.accepted
+        text = ""
+        for contender in part.contenders:
+            mode = MODES[contender]
+            count = min(SERIAL_TOKENS, task.count) if contender == "serial" else task.count
+            done = await pipe.complete(**measure.request(task, mode, count, reuse=not mode.uses_mtp))
+            exact = await task.is_exact(rig, done.tokens)
+            answers.append(Answer(part, prompt, contender, done.report, exact))
+            text = done.text
         conversation.append({"role": "assistant", "content": text})
-    rates = {mode: counted[mode] / spans[mode] for mode in spans}
-    return {
-        **sums,
-        "decode_tps": rates["n-gram"],
-        "serial_tps": rates["serial"],
-        "speedup": rates["n-gram"] / rates["serial"],
-        "tpot_ms": 1e3 / rates["n-gram"],
-        "exact": exact,
-        "load": measure.load(),
-    }
+    await rig.settle(part.delay)
+    return {"exact": all(one.exact for one in answers)}
 
 
-def of_category(category: str, entropy: str, runs: Sequence[Row]) -> Row:
-    """The prompts of one category as one row."""
-    seconds = sum(run["tokens"] / run["decode_tps"] for run in runs)
-    serial = statistics.harmonic_mean([run["serial_tps"] for run in runs])
-    tokens = sum(run["tokens"] for run in runs)
-    judged = sum(run["judged"] for run in runs)
-    speedups = [run["speedup"] for run in runs]
-    return {
+def rate(answers: Iterable[Answer]) -> float:
+    """Tokens a second after the first one, of all together."""
+    timed = [(one.report.completion_tokens - 1, one.report.tpot) for one in answers if one.report.tpot]
+    return sum(tokens for tokens, _ in timed) / sum(tokens * tpot for tokens, tpot in timed)
+
+
+def against(over: str, under: str, answers: Sequence[Answer]) -> tuple[float, float, float]:
+    """Speed of one contender by another's on the prompts that both answered, all together; range over prompts."""
+
+    def speedup(of: Sequence[Answer]) -> float:
+        return rate(a for a in of if a.contender == over) / rate(a for a in of if a.contender == under)
+
+    both = [one for one in answers if {over, under} <= set(one.part.contenders)]
+    each = [speedup(list(of)) for _, of in groupby(both, lambda one: (id(one.part), id(one.prompt)))]
+    return speedup(both), min(each), max(each)
+
+
+def row_of(delay: float, workload: str, contender: str, answers: Sequence[Answer]) -> Row:
+    """One contender's answers to some prompts, of all `answers` to these."""
+    own = [one for one in answers if one.contender == contender]
+    reports = [one.report for one in own]
+    spans = [done.total - done.ttft for done in reports]
+    row: Row = {
         "bench": "workloads",
-        "contender": "n-gram",
-        "workload": category,
-        "entropy": entropy,
-        "delay_ms": DELAY,
+        "contender": contender,
+        "workload": workload,
+        "entropy": ", ".join(dict.fromkeys(one.prompt.entropy for one in own if one.prompt.entropy)),
+        "delay_ms": delay,
         "split": "15/15",
         "sessions": 1,
-        "prompts": len(runs),
-        "tokens": tokens,
-        "decode_tps": tokens / seconds,
-        "tpot_ms": seconds / tokens * 1e3,
-        "serial_tps": serial,
-        "speedup": tokens / seconds / serial,
-        "speedup_low": min(speedups),
-        "speedup_high": max(speedups),
-        "acceptance": sum(run["accepted"] for run in runs) / judged if judged else None,
-        "stale_tokens": sum(run["stale_tokens"] for run in runs),
-        "exact": all(run["exact"] for run in runs),
+        "prompts": len({id(one.prompt) for one in own}),
+        "tokens": sum(done.completion_tokens for done in reports),
+        "decode_tps": rate(own),
+        "tpot_ms": 1e3 / rate(own),
+        "latency_ms": statistics.mean(done.total for done in reports) * 1e3,
+        "stale_tokens": sum(done.stale_tokens for done in reports),
+        "overlapped": sum(d.overlapped * s for d, s in zip(reports, spans, strict=True)) / sum(spans),
+        "exact": all(one.exact for one in own),
     }
+    for name in ("ngram", "mtp"):
+        judged = sum(done.sources[name].judged for done in reports if name in done.sources)
+        accepted = sum(done.sources[name].accepted for done in reports if name in done.sources)
+        row[f"{name}_acceptance"] = accepted / judged if judged else None
+    if contender != "serial":
+        row["speedup"], row["speedup_low"], row["speedup_high"] = against(contender, "serial", answers)
+    return row
 
 
-async def run(prompts: Sequence[Prompt], tokens: int, few: int) -> tuple[list[Row], list[Row]]:
-    """A row for each category, and the slowest one as a figure."""
-    async with open_rig() as rig:
-        pipe = await rig.pipeline(await rig.stages("0,15,30", context=CONTEXT), DELAY)
-        cells = [
-            Cell({"workload": prompt.category}, partial(answer, rig, pipe, prompt, tokens, few))
-            for prompt in prompts
-        ]
-        found = [runs[0] for runs in await measure.take_turns(cells, 1)]
+def rows_of(answers: Sequence[Answer]) -> list[Row]:
+    """For each delay, workload and contender."""
     rows = []
-    for category in dict.fromkeys(prompt.category for prompt in prompts):
-        of = [
-            (prompt, row) for prompt, row in zip(prompts, found, strict=True) if prompt.category == category
-        ]
-        entropy = ", ".join(dict.fromkeys(prompt.entropy for prompt, _ in of if prompt.entropy))
-        rows.append(of_category(category, entropy, [row for _, row in of]))
-    slowest = min(rows, key=lambda row: row["speedup"])
-    figure = measure.figure(
-        f"slowest category ({slowest['workload']}), n-gram against serial",
-        0.98,
-        (slowest["speedup"], slowest["speedup_low"], slowest["speedup_high"]),
+    for delay in dict.fromkeys(one.part.delay for one in answers):
+        there = [one for one in answers if one.part.delay == delay]
+        for workload in [ALL, *dict.fromkeys(one.prompt.category for one in there)]:
+            of = [one for one in there if workload in (ALL, one.prompt.category)]
+            rows += [
+                row_of(delay, workload, name, of) for name in dict.fromkeys(one.contender for one in there)
+            ]
+    return rows
+
+
+def figures_of(answers: Sequence[Answer], rows: Sequence[Row]) -> list[Row]:
+    """The slowest category, and native MTP on all of them."""
+    far = [one for one in answers if one.part.delay == DELAY]
+    slowest = min(
+        (
+            row
+            for row in rows
+            if (row["delay_ms"], row["contender"]) == (DELAY, "n-gram") and row["workload"] != ALL
+        ),
+        key=lambda row: float(row["speedup"]),
     )
-    return rows, [figure]
+    mixed = [one for one in far if "mtp" in one.part.contenders]
+    better = max("mtp", "n-gram", key=lambda name: rate(one for one in mixed if one.contender == name))
+    return [
+        measure.figure(
+            f"slowest category ({slowest['workload']}), n-gram against serial",
+            0.98,
+            (slowest["speedup"], slowest["speedup_low"], slowest["speedup_high"]),
+        ),
+        measure.figure(
+            "mixed workloads: mtp+ngram against serial", 1.3, against("mtp+ngram", "serial", mixed)
+        ),
+        measure.figure(
+            f"mixed workloads: mtp+ngram against the better of mtp and n-gram ({better})",
+            0.98,
+            against("mtp+ngram", better, mixed),
+        ),
+    ]
+
+
+async def run(prompts: Sequence[Prompt], parts: Sequence[Part], tokens: int) -> tuple[list[Row], list[Row]]:
+    """Rows and figures."""
+    answers: list[Answer] = []
+    by_category: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt.category, []).append(prompt)
+    async with open_rig(assemble()) as rig:
+        stages = await rig.stages(EVEN, context=CONTEXT)
+        pipes = {part.delay: await rig.pipeline(stages, part.delay) for part in parts}
+        for part in parts:
+            cells = [
+                Cell(
+                    {"delay_ms": part.delay, "workload": category},
+                    partial(answer, rig, pipes[part.delay], part, prompt, tokens, answers),
+                )
+                for category, of in by_category.items()
+                for prompt in of[part.first : part.first + part.count]
+            ]
+            await measure.take_turns(cells, 1)
+    rows = rows_of(answers)
+    return rows, figures_of(answers, rows)
 
 
 def plot(rows: list[dict[str, Any]], folder: Path) -> None:
     """Speed against no speculation, by category."""
     figure, (axis,) = report.panels(1)
-    figure.set_size_inches(7, 4.4)
-    rows = sorted(rows, key=lambda row: float(row["speedup"]))
-    names = [row["workload"] for row in rows]
-    spread = [
-        [row["speedup"] - row["speedup_low"] for row in rows],
-        [row["speedup_high"] - row["speedup"] for row in rows],
-    ]
-    axis.barh(names, [row["speedup"] for row in rows], xerr=[[max(0.0, x) for x in side] for side in spread])
+    figure.set_size_inches(7, 6)
+    far = [row for row in rows if row["delay_ms"] == DELAY and row["contender"] != "serial"]
+    names = list(dict.fromkeys(row["workload"] for row in far))
+    for number, contender in enumerate(dict.fromkeys(row["contender"] for row in far)):
+        of = {row["workload"]: row["speedup"] for row in far if row["contender"] == contender}
+        places = [at + 0.27 * number for at, name in enumerate(names) if name in of]
+        axis.barh(places, list(of.values()), height=0.27, label=contender)
+    axis.set(xlabel=f"speed against no speculation, {DELAY} ms", yticks=range(len(names)), yticklabels=names)
     axis.axvline(1, color="grey", linestyle=":")
-    axis.set(xlabel=f"speed against no speculation, {DELAY} ms")
+    axis.legend(fontsize=8)
     report.save(figure, folder, "workloads")
 
 
@@ -185,17 +264,10 @@ def main(arguments: list[str]) -> None:
     """The command line."""
     parser = report.parser("workloads", __doc__)
     parser.add_argument("--speed-bench", type=Path, metavar="PATH", help="a file of SPEED-Bench")
-    parser.add_argument("--tokens", type=int, help="of every answer with n-grams")
-    parser.add_argument("--prompts", type=int, help="of every category, at most")
+    parser.add_argument("--tokens", type=int, default=24, help="of every answer but the serial ones")
     options = parser.parse_args(arguments)
     prompts = read(options.speed_bench or DATA)
-    most = options.prompts or (1 if options.quick else len(prompts))
-    chosen: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        if len(of := chosen.setdefault(prompt.category, [])) < most:
-            of.append(prompt)
     if options.quick:
-        chosen = {name: of for name, of in chosen.items() if name in ("qa", "edit-this-file")} or chosen
-    tokens, few = options.tokens or (24 if options.quick else 32), 8
-    rows, figures = trio.run(run, [prompt for of in chosen.values() for prompt in of], tokens, few)
+        prompts = [prompt for prompt in prompts if prompt.category in QUICK_CATEGORIES] or prompts
+    rows, figures = trio.run(run, prompts, QUICK if options.quick else FULL, options.tokens)
     report.finish(options, rows, figures, COLUMNS, plot)
