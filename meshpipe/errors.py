@@ -27,6 +27,10 @@ class CapacityError(MeshpipeError):
     """Something does not fit: disk, memory, lanes, context."""
 
 
+class OverloadedError(CapacityError):
+    """So many requests wait already that one more is not taken: ask again later."""
+
+
 class EngineError(MeshpipeError):
     """llama.cpp refused or failed a decode."""
 

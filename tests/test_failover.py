@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import trio
 from simulated import mixed, serial
@@ -36,7 +38,9 @@ def with_standbys(first: Mesh, second: Mesh) -> Topology:
     )
 
 
-async def read(pipeline: Coordinator, prompt: list[int], count: int, *at: trio.Event) -> int:
+async def read(
+    pipeline: Coordinator, prompt: list[int], count: int, *at: trio.Event, exact: bool = True
+) -> int:
     """Generates, sets each event after another 20 tokens; returns how often the session was resumed."""
     tokens: list[int] = []
     events = list(at)
@@ -47,7 +51,7 @@ async def read(pipeline: Coordinator, prompt: list[int], count: int, *at: trio.E
                 events.pop(0).set()
     assert tokens == serial(mixed, prompt, count)
     assert generation.report is not None
-    assert generation.report.exact
+    assert generation.report.exact is exact
     return generation.report.resumes
 
 
@@ -114,6 +118,39 @@ async def test_a_link_that_is_reset_costs_no_prefill() -> None:
         assert resumes == [1]
         assert m.hosts[0].stage.counters.rows_run < rows + 400
         await lanes_free(m.hosts)
+
+
+async def test_a_standby_with_other_bits_is_reported() -> None:
+    async with (
+        mesh(2) as m,
+        mesh(2, fingerprint="other") as spare,
+        joined(with_standbys(m, spare)) as pipeline,
+    ):
+        begun = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(read, pipeline, [3], 100, begun, exact=False))
+            await begun.wait()
+            m.scopes[1].cancel()
+        done = await pipeline.complete([1], max_tokens=4)
+        assert done.report.exact  # one machine after the other computed it, but none in between
+
+
+async def test_a_standby_with_other_bits_is_refused_where_bits_must_be_the_same() -> None:
+    async with mesh(2) as m, mesh(2, fingerprint="other") as unlike, mesh(2) as like:
+        choices = (unlike.topology.stages[1].address, like.topology.stages[1].address)
+        first, last = m.topology.stages
+        topology = Topology((first, StagePlace(last.address, last.layers, standby=choices)))
+        async with joined(topology, same_bits=True, resume_deadline=0.5, queue_deadline=0.5) as pipeline:
+            begun = trio.Event()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read, pipeline, [3], 100, begun)
+                await begun.wait()
+                m.scopes[1].cancel()
+            assert like.hosts[1].routes == 1
+            like.scopes[1].cancel()  # now there is only the other one
+            with pytest.raises(StageLostError, match=r"no (route|way)"), trio.fail_after(5):
+                await pipeline.complete([1])
+            assert unlike.hosts[1].stage.counters.jobs == 0
 
 
 async def test_every_stage_is_lost_in_turn() -> None:

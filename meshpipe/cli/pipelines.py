@@ -8,6 +8,7 @@ from typing import Any
 from meshpipe.cli.arguments import flags_of
 from meshpipe.configuration import Configuration, Configured, settings
 from meshpipe.errors import UsageError
+from meshpipe.pipeline.coordinator import QUEUE
 from meshpipe.pipeline.local import open_local
 from meshpipe.pipeline.remote import open_remote, open_spawned
 from meshpipe.portal import Opener
@@ -30,7 +31,12 @@ def pipeline_of(configured: Configured) -> Opener:
         if getattr(chosen, name) != settings()[name].default:
             raise UsageError(f"{configured.say(name)} concerns links: use --spawn or --topology")
     return partial(
-        open_local, chosen.model, chosen.split, stall_deadline=chosen.stall_deadline, **chosen.stage_engine()
+        open_local,
+        chosen.model,
+        chosen.split,
+        stall_deadline=chosen.stall_deadline,
+        queue=max(QUEUE, chosen.queue),
+        **chosen.stage_engine(),
     )
 
 
@@ -90,4 +96,6 @@ def _remote_options(chosen: Configuration) -> dict[str, Any]:
         "resume_deadline": chosen.resume_deadline,
         "queue_deadline": chosen.queue_deadline,
         "max_round_trip": chosen.max_round_trip,
+        "same_bits": chosen.same_bits,
+        "queue": max(QUEUE, chosen.queue),
     }

@@ -107,6 +107,12 @@ class Configuration:
     queue_deadline: float = _setting(
         "pipeline", SECONDS, "seconds that a new request waits for a pipeline that is broken", QUEUE_DEADLINE
     )
+    same_bits: bool = _setting(
+        "pipeline",
+        Switch(),
+        "let no stage take over whose bits may differ; otherwise reports say so (exact: false)",
+        False,
+    )
     max_round_trip: float | None = _setting(
         "pipeline", SECONDS, "seconds of a round trip above which no pipeline is formed", unset="any"
     )

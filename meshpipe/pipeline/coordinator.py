@@ -15,7 +15,14 @@ import trio
 from attrs import frozen
 
 from meshpipe.actors import Ref, supervise
-from meshpipe.errors import ActorGoneError, EngineError, MeshpipeError, StageLostError, UsageError
+from meshpipe.errors import (
+    ActorGoneError,
+    EngineError,
+    MeshpipeError,
+    OverloadedError,
+    StageLostError,
+    UsageError,
+)
 from meshpipe.llama.sampling import check as check_sampling
 from meshpipe.llama.vocabulary import TextStream, Vocabulary
 from meshpipe.messages import CloseSession, OpenSession, Sampling, SessionFailed, StageDescriptor
@@ -54,6 +61,8 @@ RESUME_DEADLINE = 60.0
 """Seconds that a session waits for a lost stage to come back, or for another in its place."""
 QUEUE_DEADLINE = 3.0
 """Seconds that a new request waits for a pipeline that is broken."""
+QUEUE = 1024
+"""Requests that may wait for a lane."""
 
 
 @frozen
@@ -127,7 +136,8 @@ class Coordinator:
     `encoding_exact` says that activations travel unchanged. `check_route` makes sure of the way to the first stage
     before a request uses it; `return_route` tells how replies come back, `processes` the numbers of the stages'
     processes, in order, if they were spawned. `stall_deadline` and `resume_deadline`: see `Surroundings`;
-    `queue_deadline`: seconds that a new request waits for a way that is broken. `tracer` records traces;
+    `queue_deadline`: seconds that a new request waits for a way that is broken; `queue`: requests that may wait for a
+    lane, in their order. `tracer` records traces;
     `observers` are told of each reply, and of each request that is done.
     """
 
@@ -143,6 +153,7 @@ class Coordinator:
         stall_deadline: float = STALL_DEADLINE,
         resume_deadline: float = RESUME_DEADLINE,
         queue_deadline: float = QUEUE_DEADLINE,
+        queue: int = QUEUE,
         shared: SharedStore | None = None,
         encoding_exact: bool = True,
         tracer: Tracer | None = None,
@@ -176,6 +187,7 @@ class Coordinator:
         )
         self.observers = self._around.observers
         self._queue_deadline = queue_deadline
+        self._queue = queue
         load = draft_loader(vocabulary, self.lanes.count, self.context)
         self.proposers = Proposers(nursery, sink, load, self._tracer.recorder)
         self._calibrations: defaultdict[str | Path, Calibration] = defaultdict(dict)  # by draft model
@@ -205,11 +217,17 @@ class Coordinator:
 
         `prompt`: text or token ids; or `messages` for the model's chat template. `stop`: strings before which
         the output ends. `ignore_end` goes on past the model's end tokens. `reuse` lets the lane's cached prefix
-        stand. Raises UsageError or CapacityError for what cannot be asked of this pipeline. Where a stage is lost
-        and none is found in its place in time, the output ends with a StageLostError.
+        stand. Raises UsageError or CapacityError for what cannot be asked of this pipeline, and OverloadedError if
+        too many requests wait for a lane already. Where a stage is lost and none is found in its place in time, the
+        output ends with a StageLostError.
         """
         if self._nursery.cancel_scope.cancel_called:
             raise UsageError("the pipeline is closed: open it again")
+        if self.active >= self.lanes.count + self._queue:
+            raise OverloadedError(
+                f"{self.active} requests run or wait; this pipeline runs {self.lanes.count} at a time and lets "
+                f"{self._queue} wait: ask again later"
+            )
         tokens = self._tokenize(prompt, messages)
         check_sampling(sampling or Sampling())
         StopStrings(stop)
@@ -271,7 +289,6 @@ class Coordinator:
         async def guarded() -> None:
             """What goes wrong with one request is that request's failure, whatever it is."""
             began = trio.current_time()
-            self._live.add(number)
             try:
                 await run()
             except MeshpipeError as error:
@@ -289,6 +306,7 @@ class Coordinator:
             with suppress(ActorGoneError):
                 mailbox.ref.try_send(Cancel())
 
+        self._live.add(number)
         self._nursery.start_soon(guarded)
         return Generation(tokens, receive, output, end)
 

@@ -95,7 +95,8 @@ class Failover:
     `adopt` is told of stages that have taken over, before sessions use them: their descriptors, the round trip,
     and whether their caches may hold what they held. `on_hang` is told of a stage that has let `HOPELESS` attempts
     run out of time. `max_round_trip`: seconds that a round trip may take when
-    the pipeline is formed (never later: jitter ends no session).
+    the pipeline is formed (never later: jitter ends no session). `same_bits`: only stages that compute alike may take
+    over.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Failover:
         *,
         max_round_trip: float | None = None,
         on_hang: Callable[[int], None] = lambda stage: None,
+        same_bits: bool = False,
     ) -> None:
         self.way = way
         self.adopt: Callable[[Sequence[StageDescriptor], float, bool], None] = lambda *_: None
@@ -113,6 +115,7 @@ class Failover:
         self._join = join
         self._max_round_trip = max_round_trip
         self._on_hang = on_hang
+        self._same_bits = same_bits
         self._lost = trio.Event()
         self._suspect = 0
         way.give_up = lambda reason: self.lost(self._suspect, reason)
@@ -189,7 +192,7 @@ class Failover:
             self._check_round_trip(joined, again=known is not None)
             same = False
             if known is not None:
-                check_successors(known.descriptors, joined.descriptors)
+                check_successors(known.descriptors, joined.descriptors, same_bits=self._same_bits)
                 same = _instances(known) == _instances(joined)
                 self.adopt(joined.descriptors, joined.round_trip, same)
                 log.warning("the stages are joined again")
@@ -208,12 +211,22 @@ class Failover:
             )
 
 
-def check_successors(before: Sequence[StageDescriptor], now: Sequence[StageDescriptor]) -> None:
+def check_successors(
+    before: Sequence[StageDescriptor], now: Sequence[StageDescriptor], *, same_bits: bool = False
+) -> None:
     """Whether stages can take over from others; raises HandshakeError with the stage that cannot.
 
-    The handshake has seen to model, lanes and context.
+    `same_bits`: their fingerprints have to agree. The handshake has seen to model, lanes and context.
     """
     for stage, (old, new) in enumerate(zip(before, now, strict=True)):
+        if same_bits and new.fingerprint != old.fingerprint:
+            error = HandshakeError(
+                f"stage {stage} may not take over: its fingerprint is {new.fingerprint!r}, that of the one before is "
+                f"{old.fingerprint!r}, so that its bits may differ; start it on a like machine with the same options, "
+                "or allow it (same_bits)"
+            )
+            error.stage = stage
+            raise error
         if new.layers != old.layers or new.most_rows < old.most_rows or new.mtp < old.mtp:
             error = HandshakeError(
                 f"stage {stage} cannot take over: it has layers {new.layers[0]}:{new.layers[1]}, decodes of up to "

@@ -16,7 +16,7 @@ from meshpipe.actors.scope import owned_nursery
 from meshpipe.llama.engine import StageEngine
 from meshpipe.llama.slicing import slice_model
 from meshpipe.llama.vocabulary import Vocabulary
-from meshpipe.pipeline.coordinator import STALL_DEADLINE, Coordinator
+from meshpipe.pipeline.coordinator import QUEUE, STALL_DEADLINE, Coordinator
 from meshpipe.pipeline.planning import Split, plan
 from meshpipe.pipeline.runner import LlamaRunner, Runner
 from meshpipe.pipeline.sink import ReturnSink
@@ -81,14 +81,15 @@ async def open_local(
     *,
     conditions: Conditions | None = None,
     stall_deadline: float = STALL_DEADLINE,
+    queue: int = QUEUE,
     mtp: bool = True,
     **engine: Any,
 ) -> AsyncIterator[Coordinator]:
     """Loads the stages of a split into this process; `engine` are `StageEngine`'s options.
 
     `mtp`: the last stage drafts with the model's NextN layers, if it has some that llama.cpp can draft with.
-    `conditions` are suffered on every link between neighbouring stages and on the return. Raises what planning,
-    slicing and loading raise.
+    `conditions` are suffered on every link between neighbouring stages and on the return. `queue`: requests that may
+    wait for a lane. Raises what planning, slicing and loading raise.
     """
     boundaries = await trio.to_thread.run_sync(plan, model, split, engine.get("context", 4096), mtp)
     with ExitStack() as opened:
@@ -115,5 +116,6 @@ async def open_local(
                 vocabulary,
                 link=(conditions.delay if conditions else 0.0) * len(runners),
                 stall_deadline=stall_deadline,
+                queue=queue,
                 tracer=Tracer(recorder, len(runners)),
             )

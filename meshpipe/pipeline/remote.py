@@ -20,7 +20,7 @@ from meshpipe.llama.slicing import slice_model
 from meshpipe.llama.vocabulary import Vocabulary
 from meshpipe.messages import Hello, StageDescriptor
 from meshpipe.pipeline.children import READY_DEADLINE, open_children, stage_command
-from meshpipe.pipeline.coordinator import QUEUE_DEADLINE, RESUME_DEADLINE, STALL_DEADLINE, Coordinator
+from meshpipe.pipeline.coordinator import QUEUE, QUEUE_DEADLINE, RESUME_DEADLINE, STALL_DEADLINE, Coordinator
 from meshpipe.pipeline.failover import Attempt, Failover, Joined, round_trip
 from meshpipe.pipeline.planning import Split, plan
 from meshpipe.pipeline.returns import ReturnRoute
@@ -53,12 +53,14 @@ async def open_remote(
     stall_deadline: float = STALL_DEADLINE,
     resume_deadline: float = RESUME_DEADLINE,
     queue_deadline: float = QUEUE_DEADLINE,
+    queue: int = QUEUE,
     max_round_trip: float | None = None,
     direct: bool = True,
     heartbeat: Heartbeat = HEARTBEAT,
     connect_deadline: float = WARM_UP,
     places: Callable[[], Sequence[StagePlace]] | None = None,
     on_hang: Callable[[int], None] = lambda stage: None,
+    same_bits: bool = False,
     lock: Lock | None = None,
 ) -> AsyncIterator[Coordinator]:
     """Joins stages that are running already, and joins them again when one is lost (`meshpipe.pipeline.failover`).
@@ -67,8 +69,9 @@ async def open_remote(
     has one (the model, or a slice from layer 0); without it the topology's `model` is that file. `lanes` and
     `context` are the least that every stage must have. `direct` False leaves the direct return stream out; a
     reverse one is awaited on `listen_host` (None: not at all). `connect_deadline`: seconds to reach the first
-    stage, and to try each return route, the first time. `stall_deadline`, `resume_deadline`, `queue_deadline`: see
-    `Coordinator`.
+    stage, and to try each return route, the first time. `stall_deadline`, `resume_deadline`, `queue_deadline`,
+    `queue`: see `Coordinator`. `same_bits`: a stage whose fingerprint is another one than that of the stage before it
+    may not take over; otherwise the reports of the requests that go over say that they are not exact.
     `max_round_trip`: seconds that a round trip may take when the pipeline is formed. `places` gives the stages'
     places of the moment, where they move; `on_hang` is told of a stage that nobody can join. `lock`: nothing else is
     joined than what it says.
@@ -105,6 +108,7 @@ async def open_remote(
                 joining.join,
                 max_round_trip=max_round_trip,
                 on_hang=on_hang,
+                same_bits=same_bits,
             )
             joining.lost = sink.on_lost = failover.lost
             joined: Joined = await nursery.start(failover.run)
@@ -123,6 +127,7 @@ async def open_remote(
                 stall_deadline=stall_deadline,
                 resume_deadline=resume_deadline,
                 queue_deadline=queue_deadline,
+                queue=queue,
                 encoding_exact=topology.activation == "float32",
                 tracer=RemoteTracer(joining.recorder, len(joined.descriptors), joining.first, sink),
             )

@@ -5,7 +5,7 @@ after every late proposal. It asks its proposers with the complete optimistic su
 proposals does not drain before the next one is asked for. Prefill windows go out ahead of any reply, as many
 as the pipe has room for; each one that the last stage has run makes room for the next.
 
-It never waits for a stage alone. While a window waits for room on the way, what comes for the session is looked
+It never waits for a stage alone. While something waits for room on the way, what comes for the session is looked
 at: a cancellation, or news of the way. When the way to the stages has been formed anew (`meshpipe.pipeline.way`),
 or the lane was refused, the session opens once more and runs its committed tokens again; nobody downstream notices
 but by the pause.
@@ -17,6 +17,7 @@ that reads slowly, or not at all, delays nobody.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from itertools import count
 from typing import Protocol
@@ -213,7 +214,7 @@ class Session(Actor[SessionMessage]):
         self._stops = StopStrings(request.stops)
         self._prefilling: set[int] = set()  # prefill windows on their way
         self._sent: dict[int, float] = {}  # dispatch times of windows that want a reply
-        self._unsent: Window | None = None  # dispatched, and waiting for room on the way
+        self._unsent: deque[OpenSession | CloseSession | Window] = deque()  # waiting for room on the way
         self._generation = 0  # of the way on which the session was opened last
         self._asked_for = 0  # positions that the stages' caches were asked to keep then
         self._fingerprints = around.first.fingerprints
@@ -312,7 +313,7 @@ class Session(Actor[SessionMessage]):
         self._fingerprints, before = way.fingerprints, self._fingerprints
         self._exact = self._exact and before == way.fingerprints
         prefix = prefix_digest(self._ledger.committed[:cached])
-        await way.send(
+        await self._push(
             OpenSession(
                 self._ledger.session,
                 request.lease.lane,
@@ -324,10 +325,16 @@ class Session(Actor[SessionMessage]):
             )
         )
 
-    async def _begin_again(self, *, reuse: bool) -> None:
-        """Opens the session once more and dispatches from the confirmed positions, or without `reuse` from 0."""
+    async def _begin_again(self, *, reuse: bool, close: bool = False) -> None:
+        """Opens the session once more and dispatches from the confirmed positions, or without `reuse` from 0.
+
+        `close`: some stages may hold it open.
+        """
         if self._ledger.resume(self._ledger.confirmed if reuse else 0) is not None:
             self._restart()
+            self._unsent.clear()
+            if close:
+                self._unsent.append(CloseSession(self._ledger.session))
             await self._open(self._ledger.confirmed)
 
     def _restart(self) -> None:
@@ -338,7 +345,7 @@ class Session(Actor[SessionMessage]):
         self._credits.drop_all()
         self._sent.clear()
         self._prefilling.clear()
-        self._unsent = None
+        self._unsent = deque(message for message in self._unsent if not isinstance(message, Window))
         self._drafts.clear()
 
     async def _leave(self) -> None:
@@ -400,7 +407,6 @@ class Session(Actor[SessionMessage]):
                 f"stage {failed.stage}: {failed.reason}; no other lane has become free either"
             )
         way.try_send(Discard(self._ledger.session, self._ledger.epoch + 1))
-        await way.send(CloseSession(self._ledger.session))  # at the stages that did open it
         if self._asked_for:
             lease.cached = 0
         else:
@@ -408,7 +414,7 @@ class Session(Actor[SessionMessage]):
             self._around.lanes.swap(lease)
             if self._refusals >= self._around.lanes.count:
                 await trio.sleep(min(1.0, 0.01 * 2 ** (self._refusals - self._around.lanes.count)))
-        await self._begin_again(reuse=False)
+        await self._begin_again(reuse=False, close=True)
 
     @handles(WayChanged)
     async def way_changed(self, changed: WayChanged) -> None:
@@ -512,7 +518,7 @@ class Session(Actor[SessionMessage]):
     async def _refill(self) -> None:
         """Sends every window that there is something to send for, and a credit."""
         self._waits_for = Cause.REPLY
-        if self._unsent is not None and not await self._push(self._unsent):
+        if self._unsent and not await self._push():
             return
         while self._ledger.finished is None:
             if self._ledger.prefilling:
@@ -559,25 +565,34 @@ class Session(Actor[SessionMessage]):
         self._record(kind, window.number, window.width, None, window.start)
         return await self._push(window)
 
-    async def _push(self, window: Window) -> bool:
-        """Waits for room on the way until a control message comes; a window that is stale by now is forgotten."""
-        self._unsent = window
-        if window.epoch == self._ledger.epoch and not self._around.first.try_send(window):
-            gone = False
-            with trio.move_on_at(self._deadline()):
-                async with trio.open_nursery() as nursery:
+    async def _push(self, *messages: OpenSession | CloseSession | Window) -> bool:
+        """Sends what waits, and these; says whether all has gone.
 
-                    async def interrupt() -> None:
-                        await self.mailbox.wait("urgent", "control")
+        Waits for room on the way until a control message comes; a window that is stale by now is forgotten.
+        """
+        self._unsent += messages
+        way = self._around.first
+        while self._unsent:
+            message = self._unsent[0]
+            stale = isinstance(message, Window) and message.epoch != self._ledger.epoch
+            if not stale and not way.try_send(message):
+                gone = False
+                with trio.move_on_at(self._deadline()) as patience:
+                    async with trio.open_nursery() as nursery:
+
+                        async def interrupt(scope: trio.CancelScope = nursery.cancel_scope) -> None:
+                            await self.mailbox.wait("urgent", "control")
+                            scope.cancel()
+
+                        nursery.start_soon(interrupt)
+                        await way.send(message)
+                        gone = True
                         nursery.cancel_scope.cancel()
-
-                    nursery.start_soon(interrupt)
-                    await self._around.first.send(window)
-                    gone = True
-                    nursery.cancel_scope.cancel()
-            if not gone:
-                return False
-        self._unsent = None
+                if not gone:
+                    if patience.cancelled_caught:
+                        await self._heard_nothing()
+                    return False
+            self._unsent.popleft()
         await trio.lowlevel.checkpoint()  # the stage may begin before the next window comes
         return True
 

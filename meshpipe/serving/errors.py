@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from meshpipe.errors import MeshpipeError, StageLostError, UsageError
+from meshpipe.errors import MeshpipeError, OverloadedError, StageLostError, UsageError
 
 
 class ApiError(Exception):
@@ -43,6 +43,8 @@ def of_failure(error: Exception) -> ApiError:
         return error
     if isinstance(error, StageLostError):
         return ApiError(503, f"the pipeline is not available: {error}", code="stage_lost")
+    if isinstance(error, OverloadedError):
+        return ApiError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"})
     if isinstance(error, UsageError):
         return ApiError(400, str(error), code="invalid_value")
     if isinstance(error, MeshpipeError):

@@ -1,0 +1,113 @@
+"""Who is let in, in which order, and who is told to come back later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trio
+import trio.lowlevel
+from determinism import run
+from simulated import novel, periodic, serial, simulated
+from test_breaking import Heard
+
+from meshpipe.errors import ActorGoneError, OverloadedError, StageLostError
+from meshpipe.messages import OpenSession
+from meshpipe.serving.errors import of_failure
+
+
+async def collect(generation: Any) -> list[int]:
+    return [token async for piece in generation for token in piece.tokens]
+
+
+def test_more_than_may_wait_are_refused_at_once_and_those_that_wait_come_in_their_order() -> None:
+    async def main() -> None:
+        async with simulated(periodic(), lanes=2, queue=3) as sim:
+            ended: list[int] = []
+
+            async def one(number: int, generation: Any, count: int) -> None:
+                assert await collect(generation) == serial(periodic(), [number], count)
+                ended.append(number)
+
+            async with trio.open_nursery() as nursery:
+                for number in range(5):  # those that come first take longest
+                    count = 200 if number < 2 else 4
+                    generation = sim.coordinator.generate([number], max_tokens=count)
+                    nursery.start_soon(one, number, generation, count)
+                with pytest.raises(
+                    OverloadedError, match=r"5 requests run or wait.* 2 at a time and lets 3 wait"
+                ):
+                    sim.coordinator.generate([9])
+            assert [number for number in ended if number > 1] == [2, 3, 4]
+            waiting = [sim.coordinator.generate([number], max_tokens=4) for number in range(5)]
+            waiting[3].cancel()  # whoever gives up makes room
+            await trio.lowlevel.checkpoint()
+            await trio.sleep(0.01)
+            waiting.append(sim.coordinator.generate([5], max_tokens=4))
+            for number, generation in enumerate(waiting):
+                expected = [] if number == 3 else serial(periodic(), [number], 4)
+                assert await collect(generation) == expected
+            await trio.sleep(1)
+            sim.assert_nothing_is_left()
+
+    run(main)
+
+
+def test_an_overload_is_too_many_requests() -> None:
+    failure = of_failure(OverloadedError("ask again later"))
+    assert (failure.status, failure.headers) == (429, {"Retry-After": "1"})
+
+
+class Stuck(Heard):
+    """The way to a stage that takes nothing any more, until it is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gone = trio.Event()
+
+    def try_send(self, message: object) -> bool:
+        if self.gone.is_set():
+            raise ActorGoneError("gone")
+        return False
+
+    async def send(self, message: object) -> None:
+        self.messages.append(message)
+        await self.gone.wait()
+        raise ActorGoneError("gone")
+
+
+def test_a_session_that_cannot_even_open_still_hears() -> None:
+    """Of being cancelled, of a way that is found again, and of time."""
+
+    async def main() -> None:
+        async with simulated(novel, resume_deadline=5.0) as sim:
+            way, whole, stuck = sim.coordinator.way, sim.coordinator.way._first, Stuck()
+            assert whole is not None
+            way.formed(stuck)
+            began = trio.current_time()
+            generation = sim.coordinator.generate([1], max_tokens=4)
+            other = sim.coordinator.generate([2], max_tokens=4)
+            await trio.sleep(1)
+            assert stuck.all(OpenSession)
+            generation.cancel()
+            assert await collect(generation) == []
+            assert trio.current_time() - began < 1.1
+            way.broke("it takes nothing")
+            await trio.sleep(2)
+            stuck.gone.set()
+            way.formed(whole)
+            assert await collect(other) == serial(novel, [2], 4)
+            way.formed(stuck := Stuck())
+            late = sim.coordinator.generate([3], max_tokens=4)
+            way.give_up = way.broke
+            began = trio.current_time()
+            with pytest.raises(StageLostError, match="within 5 s"):
+                await collect(late)
+            assert 25 < trio.current_time() - began < 35  # two thirds of what a stall may take, and 5 s
+            stuck.gone.set()
+            way.formed(whole)
+            assert await sim.coordinator.complete([4], max_tokens=4)
+            await trio.sleep(1)
+            sim.assert_nothing_is_left()
+
+    run(main)
