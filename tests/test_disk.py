@@ -116,11 +116,13 @@ async def test_children_that_cannot_start_again_leave_no_pipe(
 @pytest.mark.slow
 def test_a_stage_without_room_for_its_slice_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     model = tiny.write(tmp_path / "tiny.gguf", "llama")
-    (tmp_path / "full").mkdir()
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (disk / "full").touch()
     stage = [sys.executable, "-m", "meshpipe", "stage", "--model", str(model), "--layers", "0:3"]
-    done = subprocess.run(on_a_disk(tmp_path / "full", stage), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(on_a_disk(disk, stage), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith("meshpipe: ")
     assert len(done.stderr.splitlines()) == 1
     assert "larger disk" in done.stderr or "File too large" in done.stderr
-    assert not [file for file in (tmp_path / "full").rglob("*") if file.is_file()]
+    assert [file.name for file in disk.rglob("*") if file.is_file()] == ["full"]

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -291,7 +290,8 @@ class Chaos:
 
     async def _fill_the_disk(self, process: int) -> None:
         """The process ends, and cannot start again until its disk has room; its standby serves meanwhile."""
-        self.disks[process].mkdir()
+        full = self.disks[process] / "full"
+        full.touch()
         try:
             ended = self.children.pids[process]
             self._signal(process, signal.SIGKILL)
@@ -300,7 +300,7 @@ class Chaos:
                     await trio.sleep(0.02)
             await self._prove()
         finally:
-            shutil.rmtree(self.disks[process])
+            full.unlink()
 
     async def _lose_another_coordinator(self) -> None:
         """One that shares the stages generates, and is killed; the stages free its lanes."""
@@ -334,7 +334,9 @@ async def opened(model: Path, seed: int, plan: Plan) -> AsyncIterator[Chaos]:
         "--conditions", f"delay={plan.delay}", "--drain-seconds", "0.5",
         "--heartbeat", str(plan.heartbeat.every), "--heartbeat-deadline", str(plan.heartbeat.deadline),
     ]  # fmt: skip
-    disks = [model.parent / f"full-disk-{index}" for index in range(len(layers))]
+    disks = [model.parent / f"disk-{index}" for index in range(len(layers))]
+    for disk in disks:
+        disk.mkdir()
     commands = [
         on_a_disk(disk, stage_command(range_, arguments)) for disk, range_ in zip(disks, layers, strict=True)
     ]
