@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+from typing import Any
 
 import determinism
 import hypothesis.strategies as st
@@ -33,7 +34,9 @@ from meshpipe.messages import (
     Window,
 )
 from meshpipe.wire import BOUNDS, Conditions, Frame, Heartbeat, Kind, Link, memory_pair, send_room
+from meshpipe.wire import connections as wire_connections
 from meshpipe.wire.conditions import Schedule
+from meshpipe.wire.frames import pack
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -284,6 +287,52 @@ async def test_only_whole_writes_count() -> None:
     await far.aclose()
 
 
+class Seen:
+    """Keeps what a link says that it has written: the message's number, and its bytes."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[int, int]] = []
+
+    def packed(self, message: object, began: float, ended: float, size: int) -> None:
+        pass
+
+    def written(self, message: object, began: float, ended: float, size: int) -> None:
+        assert isinstance(message, Window)
+        assert began <= ended
+        self.all.append((message.number, size))
+
+    def dropped(self, message: object, at: float) -> None:
+        raise AssertionError("nothing is stale")
+
+
+async def test_a_write_that_fails_in_the_middle_is_not_timed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The socket takes some frames whole and the next in part, then the peer resets the connection."""
+    taken: list[int] = []
+    gather = wire_connections._gather
+
+    def counting(*arguments: Any) -> int:
+        taken.append(gather(*arguments))
+        return taken[-1]
+
+    columns, seen = 4096, Seen()
+    async with connections("tcp", columns) as (near, far):
+        link = Link("near-far", inbox().ref, *near, heartbeat=None, watch=seen)
+        with pytest.RaisesGroup(StageLostError):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(link.run)
+                await wait_all_tasks_blocked()
+                monkeypatch.setattr(wire_connections, "_gather", counting)
+                number = 0
+                while link.ref.try_send(window(number, columns=columns)):
+                    number += 1
+                await wait_all_tasks_blocked()
+                await far[0].aclose()
+    size = seen.all[0][1]
+    assert sum(taken) % size, "no frame was cut"
+    assert seen.all == [(number, size) for number in range(sum(taken) // size)]
+    assert link.traffic.frames_sent == len(seen.all)
+
+
 @every_kind
 async def test_cancelling_one_end_loses_the_link_at_the_other(kind: str) -> None:
     async with connections(kind) as (near, far):
@@ -460,6 +509,28 @@ async def test_a_silent_peer_is_lost_after_the_deadline(autojump_clock: MockCloc
         await link.run()
     assert 10 <= trio.current_time() <= 12
     assert isinstance((await far.receive()).message, Ping)
+
+
+@pytest.mark.parametrize("half", [True, False])
+async def test_a_peer_that_stalls_is_lost_whatever_it_has_left_in_the_pipe(half: bool) -> None:
+    """Its socket stays open: it has sent half a frame, or it reads nothing while this side's pipe is full."""
+    async with connections("tcp", WIDE) as (near, far):
+        beat = Heartbeat(every=0.05, deadline=0.2)
+        link = Link("near-far", inbox().ref, *near, heartbeat=beat)
+        if half:
+            far[0]._socket.send(b"".join(pack(Frame(window(0)), "float32"))[:20])  # type: ignore[attr-defined]
+        began = trio.current_time()
+        with (
+            pytest.RaisesGroup(pytest.RaisesExc(StageLostError, match="nothing came from")),
+            trio.fail_after(5),
+        ):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(link.run)
+                await wait_all_tasks_blocked()
+                number = 0
+                while not half and link.ref.try_send(window(number, columns=WIDE)):
+                    number += 1
+        assert 0.2 < trio.current_time() - began < 2.0
 
 
 async def test_progress_counts_not_duration(autojump_clock: MockClock) -> None:
