@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from meshpipe import messages
 from meshpipe.errors import ProtocolError, UsageError
-from meshpipe.messages import OpenSession, Ping, Reply, Rows, Sampling, StageDescriptor, Timing, Window
+from meshpipe.messages import Hello, OpenSession, Ping, Reply, Rows, Sampling, StageDescriptor, Timing, Window
 from meshpipe.wire.codec import ENCODINGS, decode, decode_rows, encode, encode_rows, payload_size
 from meshpipe.wire.frames import PREFIX_SIZE, Frame, Kind, Limits, pack, parse_prefix, rows_of, unpack
 
@@ -96,10 +96,19 @@ def test_every_message_survives_the_round_trip(message: object, kind: Kind, numb
     frame = unpack(prefix, head[PREFIX_SIZE:], received(payload), Limits())
     assert frame == Frame(message, kind, number)
     assert type(frame.message) is type(message)
+    assert pack(frame)[0] == head, "the same bytes again"
     sent, arrived = rows_of(message), rows_of(frame.message)
     if sent is not None:
         assert arrived is not None
         assert arrived.tobytes() == sent.tobytes(), "float32 travels bit for bit"
+
+
+def test_equal_messages_have_equal_bytes() -> None:
+    """Also where a value equals its field's default but is another object: a proof is of these bytes."""
+    bare = Hello("p")
+    patience = float(str(bare.patience))
+    assert patience is not bare.patience
+    assert encode(attrs.evolve(bare, patience=patience)) == encode(bare)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

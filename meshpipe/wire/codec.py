@@ -181,13 +181,22 @@ def _decode_payload(path: str, payload: np.ndarray[Any, Any], shape: tuple[str, 
 
 
 def _fields_of(kind: _Kind, message: Any) -> dict[str, Any]:
-    """What is not simply the field's default: most replies carry no drafts, no log-probabilities and so on."""
+    """What is not simply the field's default: most replies carry no drafts, no log-probabilities and so on.
+
+    Equal messages give equal bytes, whatever object a value happens to be: proofs of the shared key rest on it.
+    """
     fields = {}
     for name, (encoder, _) in kind.fields.items():
         value = getattr(message, name)
-        if name in kind.required or value is not kind.defaults[name]:
+        if name in kind.required or not _same(value, kind.defaults[name]):
             fields[name] = value if encoder is None else encoder(value)
     return fields
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value is default or (
+        default is not None and type(value) is type(default) and bool(value == default)
+    )
 
 
 def _values_of(kind: _Kind, fields: dict[Any, Any]) -> dict[str, Any]:
