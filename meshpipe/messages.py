@@ -255,6 +255,15 @@ class Follow:
     limit: int
 
 
+@frozen(eq=False)
+class Hidden:
+    """Tells a proposer the trunk's hidden rows, float32 (n, n_embd), of positions from `start` on of its line."""
+
+    session: int
+    start: int
+    rows: Rows = field(repr=False)
+
+
 @frozen
 class Ping:
     """Asks a peer whether it lives; `sent` is the sender's monotonic clock in seconds."""

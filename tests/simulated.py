@@ -12,7 +12,7 @@ from attrs import evolve
 
 from meshpipe.actors.scope import owned_nursery
 from meshpipe.llama.draft import Drafted
-from meshpipe.messages import Sampling, StageDescriptor
+from meshpipe.messages import Rows, Sampling, StageDescriptor
 from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.pipeline.local import join_stages
 from meshpipe.pipeline.runner import Drafter, SimulatedRunner
@@ -104,7 +104,7 @@ class SimulatedDrafter:
         context: int = 4096,
         turn: int = 1,
     ) -> None:
-        self.context = context
+        self.context, self.catch_up = context, 32
         self.drafted = 0
         self.closed = False
         self.lanes: set[int] = set()
@@ -119,6 +119,12 @@ class SimulatedDrafter:
 
     def close(self) -> None:
         self.closed = True
+
+    def trim(self, lane: int, position: int) -> None:
+        """Its jobs say where they start."""
+
+    def keep(self, lane: int, start: int, rows: Rows) -> None:
+        raise AssertionError("a draft model is sent no rows")
 
     async def run(self, jobs: Sequence[DraftJob]) -> tuple[list[Drafted], float]:
         assert len({job.lane for job in jobs}) == len(jobs)
@@ -138,6 +144,35 @@ class SimulatedDrafter:
             found.append(Drafted(tuple(tokens), (0.9,) * len(tokens)))
         await trio.sleep(seconds)
         return found, seconds
+
+
+class SimulatedNextn(SimulatedDrafter):
+    """A NextN block: as before, but it needs the hidden row of a position, and looks whether rows are of its line."""
+
+    def __init__(self, target: Target, **options: Any) -> None:
+        super().__init__(target, **options)
+        self.catch_up = self.context
+        self.rows_kept = 0
+        self._rows: dict[int, dict[int, int]] = {}  # by lane and position: the row's token
+
+    def trim(self, lane: int, position: int) -> None:
+        kept = self._rows.setdefault(lane, {})
+        self._rows[lane] = {at: token for at, token in kept.items() if at < position}
+
+    def keep(self, lane: int, start: int, rows: Rows) -> None:
+        self.rows_kept += len(rows)
+        assert [int(row[0]) for row in rows] == list(range(start, start + len(rows)))
+        self._rows.setdefault(lane, {}).update((int(row[0]), int(row[1])) for row in rows)
+
+    async def run(self, jobs: Sequence[DraftJob]) -> tuple[list[Drafted], float]:
+        can = []
+        for job in jobs:
+            rows = self._rows.get(job.lane, {})
+            assert rows == {at: job.line[at] for at in rows}
+            can.append(any(at < job.stop - 1 for at in rows))
+        able = [job if ready else evolve(job, most=0) for job, ready in zip(jobs, can, strict=True)]
+        found, seconds = await super().run(able)
+        return [evolve(drafted, waits=not ready) for drafted, ready in zip(found, can, strict=True)], seconds
 
 
 class Simulated:
@@ -171,11 +206,13 @@ async def simulated(
     drafter: Drafter | None = None,
     draft_cost: float = 0.004,
     small: SimulatedDrafter | None = None,
+    nextn: SimulatedNextn | None = None,
     **options: Any,
 ) -> AsyncIterator[Simulated]:
     """Opens a pipeline whose last stage says what `target` says; `options` are the coordinator's.
 
-    `drafter` stands for native MTP, at `draft_cost` seconds a token, `small` for every draft model.
+    `drafter` stands for native MTP at the last stage, at `draft_cost` seconds a token, `nextn` for it at the
+    coordinator, `small` for every draft model.
     """
     described = [
         StageDescriptor("sim", (i, i + 1), stages, 8, VOCABULARY, lanes, context, cost) for i in range(stages)
@@ -198,5 +235,7 @@ async def simulated(
             **options,
             tracer=Tracer(recorder, stages),
         )
-        coordinator.proposers.load = lambda *_: small  # type: ignore[assignment, return-value]
+        coordinator.load_draft = lambda *_: lambda: small  # type: ignore[assignment, return-value]
+        if nextn is not None:
+            coordinator.nextn = lambda: nextn
         yield Simulated(coordinator, actors)

@@ -106,10 +106,34 @@ def test_a_draft_can_be_had_again_with_another_token_or_longer(tmp_path: Path) -
             line = [*split.tokens, token]
             expected = raw.mtp_drafts(line, 6)
             assert_same(split.mtp.draft(0, line, 2), expected[:2])
-            assert_same(split.mtp.extend(0, 3), expected[2:5])
-            assert_same(split.mtp.extend(0, 1), expected[5:])
+            assert_same(split.mtp.draft(0, line, 6), expected)
+
+
+@pytest.mark.parametrize(("arch", "heads"), [("mimo2", 1), ("hy_v3", 2)])
+def test_a_draft_goes_along_a_line_whose_rows_are_not_known(arch: str, heads: int, tmp_path: Path) -> None:
+    """As if its tokens had been its own; and again from the last known row once enough of them have become known."""
+    path = write(arch, tmp_path, heads)
+    with closing(Split(path, (0, 6))) as split, reference.Raw(path, context=256, mtp=True) as raw:
+        split.run(0, tiny.tokens(9))
+        line = [*split.tokens, 5]
+        alone = raw.mtp_drafts(line, 12, heads)
+        for known in (2, 1, 5, 8):  # told tokens that it would have drafted: back and forth
+            told = [token for token, _ in alone[:known]]
+            assert_same(split.mtp.draft(0, [*line, *told], 3), alone[known : known + 3])
+        others = tiny.tokens(6, seed=5)
+        assert split.mtp.draft(0, [*line, *others], 2, until=0.0) == [], "one step of seven"
+        assert len(split.mtp.draft(0, [*line, *others], 2)) == 2
+        # Now all but two are known, and these are run again from there.
+        split.run(9, [5, *others[:4]])
+        again = split.mtp.draft(0, [*line, *others], 2)
+        with load_mtp(path, context=200) as fresh:
+            split.run(0, split.tokens)
+            (rows,) = split.engines[-1].hidden_rows()
+            assert rows is not None
+            fresh.keep(0, 0, rows)
+            assert_same(fresh.draft(0, [*line, *others], 2), again)
         split.mtp.trim(0, 9)
-        assert split.mtp.extend(0, 1) == []
+        assert_same(split.mtp.draft(0, line, 3), alone[:3])
 
 
 def test_a_chain_ends_when_it_has_become_improbable(tmp_path: Path) -> None:
@@ -130,7 +154,7 @@ def test_missing_rows_are_a_gap_after_which_the_cache_begins_again(tmp_path: Pat
         split.run(0, tiny.tokens(9))
         before = split.mtp.draft(0, [*split.tokens, 1], DRAFTS)
         split.run(9, tiny.tokens(3, seed=1), keep=False)
-        assert split.mtp.draft(0, [*split.tokens, 1], DRAFTS) == [], "the row before is missing"
+        assert len(split.mtp.draft(0, [*split.tokens, 1], DRAFTS)) == DRAFTS, "along those three"
         split.run(12, tiny.tokens(4, seed=2))
         line = [*split.tokens, 1]
         late = split.mtp.draft(0, line, DRAFTS)

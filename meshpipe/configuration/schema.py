@@ -24,7 +24,7 @@ from meshpipe.pipeline.children import READY_DEADLINE
 from meshpipe.pipeline.coordinator import QUEUE_DEADLINE, RESUME_DEADLINE, STALL_DEADLINE
 from meshpipe.speculation.ngram import KINDS, LIMITS, NgramConfig
 from meshpipe.speculation.policy import DEPTHS, WIDTHS
-from meshpipe.speculation.settings import MODES, MTP_MAX, THREADS, Speculation
+from meshpipe.speculation.settings import MODES, MTP_AT, MTP_MAX, MTP_TAIL, THREADS, Speculation
 from meshpipe.topology.layout import ACTIVATIONS
 from meshpipe.topology.lock import Lock, read_lock
 from meshpipe.wire.conditions import Conditions
@@ -170,11 +170,23 @@ class Configuration:
     max_width: int = _setting(
         "speculation", Integer(*WIDTHS), "bound of an automatic width", _default(Speculation, "max_width")
     )
+    mtp_at: str = _setting(
+        "speculation",
+        Choice(MTP_AT),
+        "where native MTP drafts; auto: at the coordinator if it has the NextN layers, else at the last stage",
+        _default(Speculation, "mtp_at"),
+    )
     mtp_max: int = _setting(
         "speculation",
         Integer(*MTP_MAX),
-        "tokens that native MTP drafts at a time",
+        "tokens that native MTP at the last stage drafts at a time",
         _default(Speculation, "mtp_max"),
+    )
+    mtp_tail: int = _setting(
+        "speculation",
+        Integer(*MTP_TAIL),
+        "tokens at a prompt's end whose hidden rows native MTP at the coordinator is sent",
+        _default(Speculation, "mtp_tail"),
     )
     draft: str | None = _setting(
         "speculation", File(), "a small model with the same vocabulary, to run ahead of the model"

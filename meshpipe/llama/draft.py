@@ -28,10 +28,14 @@ from meshpipe.speculation.run_ahead import DraftJob
 
 @frozen
 class Drafted:
-    """What a job brought: tokens, and for each the probability that the draft model gave it."""
+    """What a job brought: tokens, and for each the probability that the draft model gave it.
+
+    `waits`: it can bring nothing before something new is told.
+    """
 
     tokens: tuple[int, ...] = ()
     probabilities: tuple[float, ...] = ()
+    waits: bool = False
 
 
 class DraftModel:
@@ -41,6 +45,9 @@ class DraftModel:
     ModelError if the file cannot be loaded or has another vocabulary than `vocabulary`, CapacityError if it does not
     fit.
     """
+
+    catch_up = 32
+    """Tokens of one job that catches up with a line."""
 
     def __init__(
         self, path: str | Path, vocabulary: Vocabulary, *, lanes: int, context: int, threads: int = 1
@@ -71,6 +78,12 @@ class DraftModel:
         sampler = self._samplers.pop(lane, None)
         if sampler is not None:
             sampler.close()
+
+    def trim(self, lane: int, position: int) -> None:
+        """The lane's tokens from `position` on may be others: the next job says where it starts."""
+
+    def keep(self, lane: int, start: int, rows: Rows) -> None:
+        """A draft model has no use for the trunk's hidden rows."""
 
     def run(self, jobs: Sequence[DraftJob], seconds: float) -> list[Drafted]:
         """Runs the jobs' tokens, then drafts token after token for all that want some, for about `seconds`.

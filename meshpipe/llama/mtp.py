@@ -11,6 +11,11 @@ position drafted from is fed when a draft is wanted, in one go. Where rows are m
 or a lane took over a prefix) the cache begins again after the gap, with less to attend to: such drafts are worse,
 never wrong, since the model itself checks them.
 
+Away from the trunk the line of tokens runs ahead of the rows: past the last row that is known, a draft goes along
+the tokens that were told, on the head's own rows, and on from their end. Such a chain is kept from one draft to the
+next. Newer rows would make it better, but all of it has to be run again from there, one by one: that is done once
+as many of its positions have become known as are to be repeated, so that no token costs more than twice.
+
 It knows nothing of stages: rows and tokens come by lane and position from whoever has them. Not thread-safe, and
 everything here blocks.
 
@@ -22,6 +27,7 @@ trimming and running the same positions again.
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -59,6 +65,17 @@ class _Chain:
     rows: list[Rows]
     tokens: list[int]
     head: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The position after its last token."""
+        return self.start + len(self.tokens)
+
+    def cut(self, tokens: Sequence[int]) -> None:
+        """Keeps what agrees with a line of tokens, which are by position."""
+        line = tokens[self.start : self.stop]
+        agreeing = next((at for at, token in enumerate(line) if token != self.tokens[at]), len(line))
+        del self.tokens[agreeing:], self.rows[agreeing:]
 
 
 @define(eq=False)
@@ -162,9 +179,11 @@ class Mtp:
             return
         state.high = min(state.high, position)
         state.low = min(state.low, state.high)
-        # The pair at `position` holds the token there, which may be the same as before: `_pending` looks.
+        # The pair at `position` holds the token there, which may be the same as before: `_resume` looks, and `draft`
+        # at what a chain has from there on.
         del state.tokens[max(position + 1 - state.base, 0) :]
-        state.chain = None
+        if state.chain is not None and position < state.chain.start:
+            state.chain = None
 
     def length(self, lane: int) -> int:
         """The position after the last one whose pair is in the lane's cache."""
@@ -183,34 +202,62 @@ class Mtp:
         if self._resume(state, lane, tokens, stop) < stop:
             self._run_pairs(state, lane, tokens, stop, wanted=False)
 
-    def draft(self, lane: int, tokens: Sequence[int], count: int, least: float = 0.0) -> Drafts:
+    def draft(
+        self,
+        lane: int,
+        tokens: Sequence[int],
+        count: int,
+        least: float = 0.0,
+        until: float = math.inf,
+    ) -> Drafts:
         """Guesses for the positions `len(tokens)`, `len(tokens) + 1`, … after a lane's tokens, at most `count`.
 
-        Feeds first what the cache lacks. It ends before the first guess whose probability, times those before it,
-        is below `least`. Returns nothing if the hidden row before the last token is not kept. Raises EngineError
-        as `feed` does.
+        Feeds first what the cache lacks, and goes along those tokens whose rows are not known yet. It ends before the
+        first guess whose probability, times those before it, is below `least`, and after the first step that ends
+        later than `until` (`time.perf_counter`), with or without a guess: asked again, it goes on from there. Returns
+        nothing if no row is kept from which it could begin (`can_draft`). Raises EngineError as `feed` does.
         """
         state, stop = self._of(lane), len(tokens)
         count = min(count, MOST_DRAFTS)
-        if count < 1 or not state.low < stop - 1 <= state.high:
+        if count < 1 or not self.can_draft(lane, stop):
             return []
-        if self._resume(state, lane, tokens, stop) == stop:
-            state.tokens.pop()  # its logits are wanted: once more
-        logits, row = self._run_pairs(state, lane, tokens, stop, wanted=True)
-        state.chain = _Chain(stop - 1, [state.ring[(stop - 2) % KEPT].copy()], [tokens[stop - 1]])
-        return self._chained(state.chain, lane, logits, row, count, least)
+        anchor = min(stop - 1, state.high)  # the last position whose pair has a row of the trunk
+        chain, results = state.chain, None
+        if chain is not None:
+            chain.cut(tokens)
+            if not chain.tokens or stop - 1 - anchor <= anchor - chain.start:
+                chain = None
+        if chain is None:
+            if self._resume(state, lane, tokens, anchor + 1) == anchor + 1:
+                state.tokens.pop()  # its logits are wanted: once more
+            results = self._run_pairs(state, lane, tokens, anchor + 1, wanted=True)
+            chain = state.chain = _Chain(anchor, [state.ring[(anchor - 1) % KEPT].copy()], [tokens[anchor]])
+        drafts: Drafts = []
+        sure = 1.0
+        while True:
+            logits, row = results if results is not None else self._step(chain, lane)
+            results = None
+            if chain.stop < stop:
+                token = tokens[chain.stop]
+            else:
+                token, probability = _most_likely(logits)
+                sure *= probability
+                if sure < least:
+                    return drafts
+                drafts.append((token, probability))
+            chain.rows.append(row)
+            chain.tokens.append(token)
+            if len(drafts) == count or time.perf_counter() >= until:
+                return drafts
 
-    def extend(self, lane: int, count: int, least: float = 0.0) -> Drafts:
-        """Guesses that follow the lane's last draft, as if all of it were right. Nothing after a `keep` or `trim`."""
-        chain = self._of(lane).chain
-        count = min(count, MOST_DRAFTS - len(chain.tokens) + 1) if chain is not None else 0
-        if chain is None or count < 1:
-            return []
-        logits, row = self._step(chain, lane)
-        return self._chained(chain, lane, logits, row, count, least)
+    def can_draft(self, lane: int, stop: int) -> bool:
+        """Whether a row is kept from which a draft after `stop` tokens could begin."""
+        state = self._of(lane)
+        return state.low < min(stop - 1, state.high)
 
     def _resume(self, state: _Lane, lane: int, tokens: Sequence[int], stop: int) -> int:
         """The position from which pairs have to be fed, up to `stop`: of what is in the cache, what holds stays."""
+        state.chain = None
         del state.tokens[max(stop - state.base, 0) :]
         if state.tokens and state.tokens[-1] != tokens[state.fed - 1]:
             state.tokens.pop()
@@ -228,7 +275,6 @@ class Mtp:
         positions = np.arange(start, stop)
         rows = state.ring[(positions - 1) % KEPT]
         fresh = list(tokens[start:stop])
-        state.chain = None
         try:
             for head in reversed(range(self.heads)):  # the first head last, whose results are wanted
                 llama_cpp.llama_memory_seq_rm(self._memory, lane, start, -1)
@@ -240,21 +286,6 @@ class Mtp:
             raise
         state.tokens += fresh
         return self._results() if wanted else (np.empty(0, np.float32), np.empty(0, np.float32))
-
-    def _chained(self, chain: _Chain, lane: int, logits: Rows, row: Rows, count: int, least: float) -> Drafts:
-        drafts: Drafts = []
-        sure = 1.0
-        while True:
-            token, probability = _most_likely(logits)
-            sure *= probability
-            if sure < least:
-                return drafts
-            drafts.append((token, probability))
-            chain.rows.append(row)
-            chain.tokens.append(token)
-            if len(drafts) == count:
-                return drafts
-            logits, row = self._step(chain, lane)
 
     def _step(self, chain: _Chain, lane: int) -> tuple[Rows, Rows]:
         """Runs the last pair of the chain, under the next head if there is one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from meshpipe.llama.vocabulary import TextStream, Vocabulary
 from meshpipe.messages import CloseSession, OpenSession, Sampling, SessionFailed, StageDescriptor
 from meshpipe.pipeline.credits import CreditScheduler
 from meshpipe.pipeline.lanes import Lanes
-from meshpipe.pipeline.proposer import Proposers, Told, draft_loader
+from meshpipe.pipeline.proposer import Load, Proposers, Told, draft_model, nextn_block
 from meshpipe.pipeline.report import Report
 from meshpipe.pipeline.session import (
     Cancel,
@@ -46,7 +47,7 @@ from meshpipe.pipeline.stage import Sender
 from meshpipe.pipeline.stops import StopStrings
 from meshpipe.pipeline.tracing import Tracer
 from meshpipe.pipeline.way import Way
-from meshpipe.speculation.composite import Calibration
+from meshpipe.speculation.composite import MTP, Calibration
 from meshpipe.speculation.ledger import Ledger, Limits
 from meshpipe.speculation.ngram import SharedStore
 from meshpipe.speculation.policy import CostCurve, Pipe
@@ -188,9 +189,10 @@ class Coordinator:
         self.observers = self._around.observers
         self._queue_deadline = queue_deadline
         self._queue = queue
-        load = draft_loader(vocabulary, self.lanes.count, self.context)
-        self.proposers = Proposers(nursery, sink, load, self._tracer.recorder)
-        self._calibrations: defaultdict[str | Path, Calibration] = defaultdict(dict)  # by draft model
+        self.nextn: Load | None = None
+        """Loads the model's NextN block into this process, where the coordinator has its file."""
+        self._proposers = Proposers(nursery, sink, self._tracer.recorder)
+        self._calibrations: defaultdict[str | Path | None, Calibration] = defaultdict(dict)  # by draft model
         self._nursery = nursery
         self._shared = shared
         self._numbers = count(secrets.randbits(40) << 20)
@@ -231,11 +233,8 @@ class Coordinator:
         tokens = self._tokenize(prompt, messages)
         check_sampling(sampling or Sampling())
         StopStrings(stop)
-        if speculation is not None and speculation.needs_mtp and not self._around.mtp:
-            raise UsageError(
-                f"speculation mode {speculation.mode!r} needs NextN layers at the last stage, which has none it can "
-                "draft with; use a model that has them (and a stage without --no-mtp), or the mode 'auto' or 'ngram'"
-            )
+        speculation = speculation or Speculation()
+        mtp_at = self._mtp_place(speculation)
         bad = next((token for token in tokens if not 0 <= token < self.vocabulary.size), None)
         if bad is not None:
             raise UsageError(f"token {bad} of the prompt is outside the vocabulary of {self.vocabulary.size}")
@@ -253,7 +252,7 @@ class Coordinator:
         waiting = trio.CancelScope()  # for a lane
 
         async def run() -> None:
-            proposer = await self._proposer(speculation)
+            proposer = await self._proposer(speculation, mtp_at)
             with waiting:
                 await self.way.wait_up(self._queue_deadline)
                 lease = await self.lanes.lease(tokens, reuse=reuse)
@@ -264,15 +263,14 @@ class Coordinator:
                 ledger=ledger,
                 lease=lease,
                 sampling=sampling or Sampling(),
-                speculation=speculation or Speculation(),
+                speculation=speculation,
                 stops=tuple(stop),
                 text=TextStream(self.vocabulary),
                 exact=self.exact,
                 shared=self._shared,
+                mtp_at=mtp_at,
                 proposer=proposer,
-                calibration=self._calibrations[speculation.draft]
-                if speculation and speculation.draft
-                else None,
+                calibration=self._calibrations[speculation.draft],
             )
             self.sink.register(number, mailbox.ref)
             try:
@@ -391,11 +389,44 @@ class Coordinator:
         if not same_caches:
             self.lanes.forget()
 
-    async def _proposer(self, speculation: Speculation | None) -> Ref[Told] | None:
-        """The proposer that runs ahead, if one was asked for. Raises what loading it raises."""
-        if speculation is None or speculation.draft is None:
+    def hold_nextn(self, path: str | Path) -> None:
+        """Lets this process draft with the NextN block of the model at `path`; it is loaded when it is first used."""
+        digest = self.descriptors[-1].model_digest
+        self.nextn = nextn_block(path, digest, self.lanes.count, self.context)
+
+    def load_draft(self, path: str | Path, threads: int) -> Load:
+        """Loads the draft model at `path`."""
+        return draft_model(path, self.vocabulary, self.lanes.count, self.context, threads)
+
+    def _mtp_place(self, speculation: Speculation) -> str | None:
+        """Where native MTP drafts for a request, if it does. Raises UsageError if it must, and cannot."""
+        if not speculation.uses_mtp:
             return None
-        return await self.proposers.get(speculation.draft, speculation.draft_threads)
+        if self.nextn is not None and speculation.mtp_at != "last":
+            return "coordinator"
+        if self._around.mtp and speculation.mtp_at != "coordinator":
+            return "last"
+        if not speculation.needs_mtp:
+            return None
+        if speculation.mtp_at == "coordinator":
+            raise UsageError(
+                f"speculation mode {speculation.mode!r} at the coordinator needs a file there with the model's NextN "
+                "layers, which llama.cpp can draft with: name the model, or draft at the last stage"
+            )
+        raise UsageError(
+            f"speculation mode {speculation.mode!r} needs NextN layers at the last stage, which has none it can "
+            "draft with; use a model that has them (and a stage without --no-mtp), or the mode 'auto' or 'ngram'"
+        )
+
+    async def _proposer(self, speculation: Speculation, mtp_at: str | None) -> Ref[Told] | None:
+        """The proposer that runs ahead, if one was asked for. Raises what loading it raises."""
+        if mtp_at == "coordinator":
+            assert self.nextn is not None
+            return await self._proposers.get(MTP, MTP, self.nextn)
+        if speculation.draft is None:
+            return None
+        name = (os.path.abspath(speculation.draft), speculation.draft_threads)  # noqa: ASYNC240
+        return await self._proposers.get(name, "draft", self.load_draft(speculation.draft, name[1]))
 
     def _tokenize(
         self, prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None

@@ -7,6 +7,10 @@ nothing while the line is too unsure to be sent, nor while other sources keep th
 
 What does not fit (a proposal was lost, or crossed with what was dispatched) cuts the line, and the proposer begins
 again at the last position that both agree on.
+
+The NextN block also wants the trunk's hidden rows: those of confirmed positions are passed on, after the replies that
+brought them have retired. It keeps them, so that a pipeline whose stages were lost and replaced has to send only what
+comes after (`hidden_from`).
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from contextlib import suppress
 
 from meshpipe.actors import Ref
 from meshpipe.errors import ActorGoneError
-from meshpipe.messages import CloseSession, Follow, OpenSession, Proposal, Sampling
+from meshpipe.messages import CloseSession, Follow, Hidden, OpenSession, Proposal, Rows, Sampling
 from meshpipe.pipeline.proposer import Told
 from meshpipe.speculation.composite import Composite
 from meshpipe.speculation.ledger import Ledger
@@ -23,7 +27,10 @@ from meshpipe.speculation.policy import Pace
 
 
 class Following:
-    """One session's proposer. `made`: by source, the tokens that it proposed and the seconds that it computed."""
+    """One session's proposer. `made`: by source, the tokens that it proposed and the seconds that it computed.
+
+    `hidden_from`: the position of the first hidden row that is still wanted; None: none is.
+    """
 
     def __init__(
         self,
@@ -33,8 +40,11 @@ class Following:
         pace: Pace,
         lane: int,
         sampling: Sampling,
+        hidden_from: int | None = None,
     ) -> None:
         self.made: dict[str, tuple[int, float]] = {}
+        self.hidden_from = hidden_from
+        self._rows: list[Hidden] = []  # that the proposer was not sent yet
         self._proposer = proposer
         self._ledger = ledger
         self._composite = composite
@@ -57,6 +67,16 @@ class Following:
         else:
             self.cut()
 
+    def revealed(self, start: int, rows: Rows) -> None:
+        """Hidden rows, float32 (n, n_embd), of confirmed positions from `start` on. What is known already is left out."""
+        if self.hidden_from is None:
+            return
+        fresh = rows[max(self.hidden_from - start, 0) :]
+        if len(fresh):
+            stop = start + len(rows)
+            self._rows.append(Hidden(self._ledger.session, stop - len(fresh), fresh))
+            self.hidden_from = stop
+
     def cut(self) -> None:
         """What follows the last committed token but one is not what the proposer thinks, or may not be."""
         self._line += 1
@@ -64,6 +84,12 @@ class Following:
 
     def tell(self) -> None:
         """Sends the proposer what it does not know yet, and the new limit, if there is need to."""
+        self._tell_line()
+        # The line first, which may have been cut: rows belong to it as it is now.
+        while self._rows and not self._gone and self._send(self._rows[0]):
+            self._rows.pop(0)
+
+    def _tell_line(self) -> None:
         ledger, last = self._ledger, self._last
         if self._gone or ledger.finished is not None:
             return

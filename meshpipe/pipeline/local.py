@@ -14,6 +14,7 @@ import trio
 from meshpipe.actors import supervise
 from meshpipe.actors.scope import owned_nursery
 from meshpipe.llama.engine import StageEngine
+from meshpipe.llama.nextn import has_nextn
 from meshpipe.llama.slicing import slice_model
 from meshpipe.llama.vocabulary import Vocabulary
 from meshpipe.pipeline.coordinator import QUEUE, STALL_DEADLINE, Coordinator
@@ -87,7 +88,7 @@ async def open_local(
 ) -> AsyncIterator[Coordinator]:
     """Loads the stages of a split into this process; `engine` are `StageEngine`'s options.
 
-    `mtp`: the last stage drafts with the model's NextN layers, if it has some that llama.cpp can draft with.
+    `mtp`: the last stage, or this process beside it, drafts with the model's NextN layers, if llama.cpp can.
     `conditions` are suffered on every link between neighbouring stages and on the return. `queue`: requests that may
     wait for a lane. Raises what planning, slicing and loading raise.
     """
@@ -108,7 +109,7 @@ async def open_local(
             sink = ReturnSink()
             recorder = Recorder()
             first, _ = join_stages(nursery, runners, sink, conditions, recorder)
-            yield Coordinator(
+            coordinator = Coordinator(
                 nursery,
                 first,
                 sink,
@@ -119,3 +120,6 @@ async def open_local(
                 queue=queue,
                 tracer=Tracer(recorder, len(runners)),
             )
+            if mtp and await trio.to_thread.run_sync(has_nextn, model):
+                coordinator.hold_nextn(model)
+            yield coordinator

@@ -1,8 +1,9 @@
 """The proposer actor: drafts ahead of all sessions that use it, on the coordinator's machine.
 
-Sessions tell it their lines (`Follow`), it answers with Proposals to their mailboxes. It drafts as long as a session's
-limit allows and never waits for an answer: what is told meanwhile is looked at after each job, which is short, so
-that what it goes on with is not stale. Sessions that want a token at the same time get it from one decode where
+It computes with a draft model, or with the model's own NextN block. Sessions tell it their lines (`Follow`), and for
+the block the trunk's hidden rows as they come (`Hidden`); it answers with Proposals to their mailboxes. It drafts as
+long as a session's limit allows and never waits for an answer: what is told meanwhile is looked at after each job,
+which is short, so that what it goes on with is not stale. Sessions that want a token at the same time get it from one decode where
 the engine can do that. A line that has to be caught up with first (a prompt) goes in bounded jobs, in turn with
 drafting.
 
@@ -12,9 +13,8 @@ Nothing depends on a proposer: when it fails, that is logged, and its sessions g
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain, count
@@ -27,35 +27,43 @@ from attrs import define, field
 from meshpipe.actors import Actor, Mailbox, Ref, handles, supervise
 from meshpipe.errors import MeshpipeError
 from meshpipe.llama.draft import Drafted, DraftModel
+from meshpipe.llama.nextn import NextnModel
 from meshpipe.llama.vocabulary import Vocabulary
-from meshpipe.messages import CloseSession, Follow, OpenSession, Proposal, Sampling
+from meshpipe.messages import CloseSession, Follow, Hidden, OpenSession, Proposal, Rows, Sampling
 from meshpipe.pipeline.stage import Sender
 from meshpipe.speculation.run_ahead import DraftJob, RunAhead
 from meshpipe.telemetry.spans import Kind, Recorder, Span
 
 log = logging.getLogger("meshpipe.proposer")
 
-CATCH_UP_ROWS = 32
-"""Tokens of one job that catches up with a line: short enough not to hold drafting up for long."""
-
 TURN = 0.005
 """Seconds of drafting between two looks at the mailbox; at least one token."""
 
-Told = OpenSession | Follow | CloseSession
+Told = OpenSession | Follow | Hidden | CloseSession
 
 
 class Drafter(Protocol):
-    """What a proposer computes with: a draft model in a thread, or a simulated one on a virtual clock."""
+    """What a proposer computes with: a model in a thread, or a simulated one on a virtual clock."""
 
     @property
     def context(self) -> int:
         """Positions that a lane has room for."""
+
+    @property
+    def catch_up(self) -> int:
+        """Tokens of one job that catches up with a line: so few that it does not hold drafting up for long."""
 
     def open(self, lane: int, sampling: Sampling) -> None:
         """A session with these settings begins on the lane."""
 
     def close_lane(self, lane: int) -> None:
         """The session on the lane has ended."""
+
+    def trim(self, lane: int, position: int) -> None:
+        """The lane's line may be another from `position` on."""
+
+    def keep(self, lane: int, start: int, rows: Rows) -> None:
+        """Takes the trunk's hidden rows of positions from `start` on."""
 
     async def run(self, jobs: Sequence[DraftJob]) -> tuple[list[Drafted], float]:
         """Runs jobs of different lanes; what each one brought, and the seconds that it took. Raises EngineError."""
@@ -65,14 +73,14 @@ class Drafter(Protocol):
 
 
 class ThreadedDrafter:
-    """A `DraftModel` in one worker thread at a time."""
+    """A draft model or NextN block in one worker thread at a time; what else is asked of it comes in between."""
 
-    def __init__(self, model: DraftModel) -> None:
+    def __init__(self, model: DraftModel | NextnModel) -> None:
         self._model = model
         self._thread = trio.CapacityLimiter(1)
-        self.context = model.context
-        self.open = model.open
-        self.close_lane = model.close_lane
+        self.context, self.catch_up = model.context, model.catch_up
+        self.open, self.close_lane = model.open, model.close_lane
+        self.trim, self.keep = model.trim, model.keep
         self.close = model.close
 
     async def run(self, jobs: Sequence[DraftJob]) -> tuple[list[Drafted], float]:
@@ -156,8 +164,17 @@ class Proposer(Actor[Told]):
     @handles(Follow)
     async def told(self, message: Follow) -> None:
         """How a session's line goes."""
-        if message.session in self._sessions:
-            self._sessions[message.session].follow(message)
+        ahead = self._sessions.get(message.session)
+        if ahead is not None:
+            self._drafter.trim(ahead.lane, ahead.follow(message))
+
+    @handles(Hidden)
+    async def knows(self, message: Hidden) -> None:
+        """Hidden rows of a session's line."""
+        ahead = self._sessions.get(message.session)
+        if ahead is not None:
+            self._drafter.keep(ahead.lane, message.start, message.rows)
+            ahead.came(len(message.rows))
 
     @handles(CloseSession)
     async def closed(self, message: CloseSession) -> None:
@@ -172,7 +189,7 @@ class Proposer(Actor[Told]):
 
     def _jobs(self) -> list[DraftJob]:
         """All that draft next, by lane; or one that catches up. Where there are both, in turn."""
-        ready = [ahead.job(CATCH_UP_ROWS) for ahead in self._sessions.values()]
+        ready = [ahead.job(self._drafter.catch_up) for ahead in self._sessions.values()]
         drafting = [job for job in ready if job is not None and job.most]
         behind = [job for job in ready if job is not None and not job.most]
         if behind and (self._catch_up_next or not drafting):
@@ -187,6 +204,7 @@ class Proposer(Actor[Told]):
         if ahead is None:
             return
         self._spent[job.session] += seconds
+        ahead.waits = drafted.waits
         count = ahead.ran(job, drafted.tokens)
         if not count:
             return
@@ -204,46 +222,47 @@ class Proposer(Actor[Told]):
             self._spent[job.session] = 0.0
 
 
-Load = Callable[[str | Path, int], Drafter]
-"""Loads the draft model of a path with a number of threads; blocks. Raises MeshpipeError."""
+Load = Callable[[], Drafter]
+"""Loads what a proposer computes with; blocks. Raises MeshpipeError."""
 
 
-def draft_loader(vocabulary: Vocabulary, lanes: int, context: int) -> Load:
-    """Loads draft models for a pipeline with this vocabulary, so many lanes, and so many tokens a lane."""
+def draft_model(path: str | Path, vocabulary: Vocabulary, lanes: int, context: int, threads: int) -> Load:
+    """Loads a draft model for a pipeline with this vocabulary, so many lanes, and so many tokens a lane."""
+    return lambda: ThreadedDrafter(
+        DraftModel(path, vocabulary, lanes=lanes, context=context, threads=threads)
+    )
 
-    def load(path: str | Path, threads: int) -> Drafter:
-        return ThreadedDrafter(DraftModel(path, vocabulary, lanes=lanes, context=context, threads=threads))
 
-    return load
+def nextn_block(path: str | Path, digest: str, lanes: int, context: int) -> Load:
+    """Loads the NextN block of the model with this digest, for so many lanes, and so many tokens a lane."""
+    return lambda: ThreadedDrafter(NextnModel(path, digest, lanes=lanes, context=context))
 
 
 @define(eq=False)
 class Proposers:
-    """The proposers of a pipeline, by draft model and threads: loaded when first asked for, shared by all sessions."""
+    """The proposers of a pipeline, by name: loaded when first asked for, shared by all sessions."""
 
     nursery: trio.Nursery
     sink: Sender
-    load: Load
     recorder: Recorder
-    _running: dict[tuple[str, int], Ref[Told]] = field(factory=dict)
+    _running: dict[Hashable, Ref[Told]] = field(factory=dict)
     _loading: trio.Lock = field(factory=trio.Lock)
 
-    async def get(self, path: str | Path, threads: int) -> Ref[Told]:
-        """The proposer of this draft model. Raises what loading raises."""
-        key = (os.path.abspath(path), threads)  # noqa: ASYNC240
+    async def get(self, name: Hashable, source: str, load: Load) -> Ref[Told]:
+        """The proposer of this name, whose proposals are of `source`. Raises what loading raises."""
         async with self._loading:
-            if key not in self._running:
-                drafter = await trio.to_thread.run_sync(self.load, path, threads)
+            if name not in self._running:
+                drafter = await trio.to_thread.run_sync(load)
                 mailbox = proposer_mailbox()
-                self._running[key] = mailbox.ref
-                self.nursery.start_soon(self._run, key, mailbox, drafter)
-            return self._running[key]
+                self._running[name] = mailbox.ref
+                self.nursery.start_soon(self._run, name, source, mailbox, drafter)
+            return self._running[name]
 
-    async def _run(self, key: tuple[str, int], mailbox: Mailbox[Told], drafter: Drafter) -> None:
-        make = partial(Proposer, drafter=drafter, sink=self.sink, source="draft", recorder=self.recorder)
+    async def _run(self, name: Hashable, source: str, mailbox: Mailbox[Told], drafter: Drafter) -> None:
+        make = partial(Proposer, drafter=drafter, sink=self.sink, source=source, recorder=self.recorder)
         try:
             with suppress(Exception):  # which `supervise` has logged: sessions go on without
                 await supervise(mailbox, make)
         finally:
-            self._running.pop(key, None)
+            self._running.pop(name, None)
             drafter.close()

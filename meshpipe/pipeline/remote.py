@@ -16,6 +16,7 @@ from attrs import define, field, frozen
 
 from meshpipe.actors.scope import owned_nursery
 from meshpipe.errors import HandshakeError, MeshpipeError, StageLostError, UsageError
+from meshpipe.llama.nextn import has_nextn
 from meshpipe.llama.slicing import slice_model
 from meshpipe.llama.vocabulary import Vocabulary
 from meshpipe.messages import Hello, StageDescriptor
@@ -62,6 +63,7 @@ async def open_remote(
     on_hang: Callable[[int], None] = lambda stage: None,
     same_bits: bool = False,
     lock: Lock | None = None,
+    nextn: str | Path | None = None,
 ) -> AsyncIterator[Coordinator]:
     """Joins stages that are running already, and joins them again when one is lost (`meshpipe.pipeline.failover`).
 
@@ -74,7 +76,8 @@ async def open_remote(
     may not take over; otherwise the reports of the requests that go over say that they are not exact.
     `max_round_trip`: seconds that a round trip may take when the pipeline is formed. `places` gives the stages'
     places of the moment, where they move; `on_hang` is told of a stage that nobody can join. `lock`: nothing else is
-    joined than what it says.
+    joined than what it says. `nextn`: the file with which this process can draft, the model's, its last slice or its
+    NextN layers alone (`slice_nextn`); by default that of the vocabulary, if it has some.
 
     Raises StageLostError for a stage that cannot be reached or is too far, HandshakeError naming what does not
     agree, and UsageError when no file with the vocabulary is known.
@@ -85,6 +88,8 @@ async def open_remote(
     if source is None:
         raise UsageError("no vocabulary: name the model, in the topology file or beside it")
     opened: Vocabulary | None = None
+    if nextn is None and isinstance(source, (str, Path)) and await trio.to_thread.run_sync(has_nextn, source):
+        nextn = source
     if isinstance(source, (str, Path)):
         source = opened = await trio.to_thread.run_sync(Vocabulary, source)
     try:
@@ -135,6 +140,8 @@ async def open_remote(
                 joined.descriptors[0].model_digest, coordinator.lanes.count, coordinator.context
             )
             failover.adopt = coordinator.adopt
+            if nextn is not None:
+                coordinator.hold_nextn(nextn)
             coordinator.check_route = joining.check
             coordinator.return_route = lambda: joining.kind
             yield coordinator
@@ -287,14 +294,15 @@ async def open_spawned(
     """Starts a child process for every stage, on loopback, and joins them; ends them whatever happens.
 
     One that ends before the pipeline does is started again. `conditions` are suffered on every link between
-    neighbouring stages, both ways, and on the return. `mtp`: the last stage drafts with the model's NextN layers, if
-    it has some. `stage_arguments` are further arguments of `meshpipe stage`; settings in the environment are not the
-    children's.
+    neighbouring stages, both ways, and on the return. `mtp`: the last stage, or this process, drafts with the model's
+    NextN layers, if it has some. `stage_arguments` are further arguments of `meshpipe stage`; settings in the
+    environment are not the children's.
     """
     boundaries = await trio.to_thread.run_sync(plan, model, split, context, mtp)
     ranges = list(pairwise(boundaries))
     for start, stop in ranges:  # one after the other: they read the same disk
         await trio.to_thread.run_sync(partial(slice_model, model, start, stop, mtp=mtp))
+    nextn = model if mtp and await trio.to_thread.run_sync(has_nextn, model) else None
     vocabulary_file = await trio.to_thread.run_sync(partial(slice_model, model, *ranges[0], mtp=mtp))
     arguments = [
         "--model", str(model), "--lanes", str(lanes), "--context", str(context), "--threads", str(threads),
@@ -313,6 +321,7 @@ async def open_spawned(
             context=context,
             places=lambda: children.places,
             on_hang=children.kill,
+            nextn=nextn,
             **remote,
         ) as coordinator,
     ):

@@ -267,8 +267,8 @@ class SimulatedRunner:
     """An engine without a model: takes the descriptor's cost in seconds of trio's clock, says what `target` says.
 
     `target(tokens)` gives the token that follows `tokens`, which are what the lane's cache holds, as in llama.cpp.
-    `drafter` stands for native MTP, at the descriptor's `draft_cost`. Keeps the rule that no window runs above its
-    cache.
+    `drafter` stands for native MTP, at the descriptor's `draft_cost`. A hidden row holds its position and token. Keeps
+    the rule that no window runs above its cache.
     """
 
     def __init__(
@@ -320,6 +320,11 @@ class SimulatedRunner:
 
     async def _with_drafts(self, job: Job, picks: Picks) -> Picks:
         window = job.window
+        if job.hidden_from is not None:
+            confirmed = window.start + window.width - window.wanted + len(picks.tokens)
+            picks = evolve(
+                picks, hidden=self._hidden(job.tokens, max(job.hidden_from, window.start), confirmed)
+            )
         if self._drafter is None or not (window.drafts and picks.tokens) or _goes_on(job, picks):
             return picks
         known = window.stop - window.wanted + len(picks.tokens)
@@ -327,6 +332,12 @@ class SimulatedRunner:
         spent = len(drafts) * self.descriptor.draft_cost
         await trio.sleep(spent)
         return evolve(picks, drafts=drafts, drafting=spent)
+
+    def _hidden(self, tokens: Sequence[int], start: int, stop: int) -> Rows:
+        rows = np.zeros((max(stop - start, 0), self.descriptor.n_embd), np.float32)
+        rows[:, 0] = np.arange(start, start + len(rows))
+        rows[:, 1] = tokens[start : start + len(rows)]
+        return rows
 
     def _pick(self, cache: Sequence[int], start: int, index: int) -> int:
         return self._target(cache[: start + index + 1])

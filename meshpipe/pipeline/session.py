@@ -131,7 +131,10 @@ def _queue_of(message: SessionMessage) -> str:
 
 @frozen
 class Request:
-    """What a session is asked to do, checked and tokenized."""
+    """What a session is asked to do, checked and tokenized.
+
+    `mtp_at`: where native MTP drafts, "last" or "coordinator", if it does; `proposer`: who runs ahead, if anyone.
+    """
 
     ledger: Ledger
     lease: Lease
@@ -141,6 +144,7 @@ class Request:
     text: Text
     exact: bool
     shared: SharedStore | None = None
+    mtp_at: str | None = None
     proposer: Ref[Told] | None = None
     calibration: Calibration | None = None
 
@@ -195,10 +199,12 @@ class Session(Actor[SessionMessage]):
         self._drafting = Drafting(
             around.pipe,
             around.draft_cost,
-            speculation.mtp_max if speculation.uses_mtp and around.mtp else 0,
+            speculation.mtp_max if request.mtp_at == "last" else 0,
             always=speculation.mode != "auto",
         )
-        self._drafts: dict[int, Reply] = {}  # replies with drafts that have not retired, by window number
+        self._drafts: dict[
+            int, Reply
+        ] = {}  # replies with drafts or rows that have not retired, by window number
         self._following: Following | None = None
         if request.proposer is not None:
             self._following = Following(
@@ -208,6 +214,9 @@ class Session(Actor[SessionMessage]):
                 self._pace,
                 request.lease.lane,
                 request.sampling,
+                max(0, self._ledger.frontier - speculation.mtp_tail)
+                if request.mtp_at == "coordinator"
+                else None,
             )
         self._fixed_depth = speculation.depth != "auto"
         self._ledger.credits = 1_000_000  # the pace and the scheduler decide
@@ -321,6 +330,7 @@ class Session(Actor[SessionMessage]):
                 cached,
                 prefix,
                 mtp=self._drafting.most > 0,
+                hidden_from=self._following.hidden_from if self._following is not None else None,
                 prompt=self._ledger.frontier - self._ledger.generated,
             )
         )
@@ -372,7 +382,7 @@ class Session(Actor[SessionMessage]):
             self._around.pipe.observe(now - sent, reply.timings)
             for observer in self._around.observers:
                 observer.replied(now - sent, reply.timings)
-        if reply.drafts and reply.epoch == self._ledger.epoch:
+        if (reply.drafts or reply.hidden is not None) and reply.epoch == self._ledger.epoch:
             self._drafts[reply.number] = reply
         if reply.epoch == self._ledger.epoch:
             self._logprobs |= zip(count(reply.start + 1), reply.logprobs, strict=False)
@@ -388,6 +398,8 @@ class Session(Actor[SessionMessage]):
         """A prefill window has been run everywhere: there is room for another."""
         self._silences = self._resumed_in_vain = 0
         self._prefilling.discard(progress.number)
+        if self._following is not None and progress.hidden is not None:
+            self._following.revealed(progress.hidden_start, progress.hidden)
 
     @handles(SessionOpened)
     async def opened(self, opened: SessionOpened) -> None:
@@ -480,14 +492,14 @@ class Session(Actor[SessionMessage]):
         self._output.channel.send_nowait(piece)
 
     def _offer_drafts(self, commit: Commit) -> None:
-        """What native MTP said, in the reply that has retired, of the positions from the frontier on."""
-        if not self._drafting.most:
-            return
+        """What the reply that has retired brought for drafts: native MTP's own, or the rows for them."""
         self._drafting.committed(commit.start, commit.tokens)
         reply = self._drafts.pop(commit.number, None)
         if commit.diverged:
             self._drafts.clear()
-        if reply is not None:
+        if reply is not None and reply.hidden is not None and self._following is not None:
+            self._following.revealed(reply.hidden_start, reply.hidden)
+        if reply is not None and reply.drafts:
             tokens, probabilities = zip(*reply.drafts, strict=True)
             start = commit.start + len(commit.tokens)
             self._drafting.drafted(start, tokens, reply.timings[-1].drafting if reply.timings else 0.0)

@@ -44,6 +44,9 @@ class SpeculationFields(Model):
     depth: Annotated[int, Field(ge=DEPTHS[0], le=DEPTHS[1])] | Literal["auto"] | None = None
     width: Annotated[int, Field(ge=WIDTHS[0], le=WIDTHS[1])] | Literal["auto"] | None = None
     max_width: Annotated[int, Field(ge=WIDTHS[0], le=WIDTHS[1])] | None = None
+    mtp_at: Literal["auto", "last", "coordinator"] | None = Field(
+        None, description="Where the model's NextN layers draft."
+    )
 
 
 class StreamOptions(Model):

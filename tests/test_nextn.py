@@ -1,0 +1,253 @@
+"""Native MTP at the coordinator: it runs ahead on hidden rows that the replies bring, and changes no output."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import reference
+import tiny
+import trio
+from determinism import run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated import FakeVocabulary, Simulated, SimulatedNextn, guesser, mixed, novel, serial, simulated
+
+from bench.models.smollm2_mtp import assemble
+from meshpipe import Conditions, Coordinator, Pipeline, Sampling, Speculation
+from meshpipe.actors.scope import owned_nursery
+from meshpipe.errors import ModelError, UsageError
+from meshpipe.llama.engine import StageEngine
+from meshpipe.llama.nextn import NextnModel, has_nextn
+from meshpipe.llama.slicing import slice_model, slice_nextn
+from meshpipe.pipeline.local import join_stages
+from meshpipe.pipeline.runner import LlamaRunner
+from meshpipe.pipeline.sink import ReturnSink
+
+FAR = Speculation(mode="mtp", mtp_at="coordinator")
+OFF = Speculation(mode="off")
+
+COUNT = 16
+PROMPTS = ([*range(1, 12)], [7, 7, 3, 7, 7, 3, 7, 7])
+
+
+def write(directory: Path, nextn: int = 1) -> Path:
+    """A tiny model with NextN layers, quantized, so that how rows are grouped into decodes changes no bits."""
+    keys = tiny.metadata("mimo2", nextn=nextn)
+    return tiny.write(directory / "m.gguf", "mimo2", keys, quantization=gguf.GGMLQuantizationType.Q8_0)
+
+
+# ---------------------------------------------------------------- simulated
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    stages=st.integers(1, 3),
+    depth=st.one_of(st.just("auto"), st.integers(1, 6)),
+    width=st.one_of(st.just("auto"), st.integers(1, 9)),
+    delay=st.sampled_from([None, 0.0, 0.1]),
+    mode=st.sampled_from(["mtp", "mtp+ngram", "auto"]),
+    seconds=st.sampled_from([0.0, 0.001, 0.03]),
+    every=st.integers(1, 30),
+    tail=st.sampled_from([1, 7, 1000]),
+    cancelled=st.booleans(),
+    lost=st.lists(st.floats(0, 3), max_size=3),
+)
+def test_whatever_it_drafts_and_when_the_output_is_serial(
+    stages: int,
+    depth: Any,
+    width: Any,
+    delay: float | None,
+    mode: str,
+    seconds: float,
+    every: int,
+    tail: int,
+    cancelled: bool,
+    lost: list[float],
+) -> None:
+    """Several sessions at once, prefixes that are reused, requests that are given up, replies that are lost."""
+    nextn = SimulatedNextn(mixed, seconds=seconds, lie=lambda position: position % every == 0)
+    speculation = Speculation(mode=mode, mtp_at="coordinator", depth=depth, width=width, mtp_tail=tail)
+
+    async def one(sim: Simulated, prompt: list[int]) -> None:
+        tokens: list[int] = []
+        async with sim.coordinator.generate(prompt, max_tokens=40, speculation=speculation) as generation:
+            async for piece in generation:
+                tokens += piece.tokens
+                if cancelled and len(tokens) > 20:
+                    break
+        assert tokens == serial(mixed, prompt, 40)[: len(tokens)]
+        assert cancelled or len(tokens) == 40
+
+    async def lose(sim: Simulated) -> None:
+        for wait in lost:
+            await trio.sleep(wait)
+            sim.coordinator.reroute()
+
+    async def main() -> None:
+        async with simulated(mixed, stages, delay=delay, nextn=nextn, lanes=2) as sim:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(lose, sim)
+                for prompt in ([1, 2, 3], [1, 2, 3], [*range(90)], [1, 2, 4], [*range(90), 5]):
+                    nursery.start_soon(one, sim, prompt)
+            await trio.sleep(5)
+            sim.assert_nothing_is_left()
+            assert not nextn.lanes
+
+    run(main)
+
+
+def rate(speculation: Speculation, right: float = 1.0, delay: float | None = 0.1) -> float:
+    """Tokens a second of novel text, where a draft is right with that probability at either place."""
+    draft = guesser(novel, right)
+
+    def told(tokens: Any) -> int:
+        return draft(tokens, 1)[0][0]
+
+    async def main() -> float:
+        async with simulated(novel, delay=delay, drafter=draft, nextn=SimulatedNextn(told)) as sim:
+            done = await sim.coordinator.complete([1, 2, 3], max_tokens=300, speculation=speculation)
+            assert list(done.tokens) == serial(novel, [1, 2, 3], 300)
+            assert done.report.decode_tps is not None
+            return done.report.decode_tps
+
+    return run(main)
+
+
+def test_it_is_not_tied_to_the_round_trip() -> None:
+    """What is always right keeps the pipe full; drafts that come with replies cannot."""
+    last = rate(Speculation(mode="mtp", mtp_at="last"))
+    assert rate(FAR) > 6 * last
+    assert rate(Speculation(mode="mtp")) == rate(FAR), "where both are possible"
+
+
+def test_drafts_that_are_right_now_and_then_are_at_least_as_good_there() -> None:
+    assert rate(FAR, 0.5) > rate(Speculation(mode="mtp", mtp_at="last"), 0.5) > 1.5 * rate(OFF)
+
+
+def test_it_is_sent_the_rows_of_the_tail_and_of_what_is_confirmed() -> None:
+    nextn = SimulatedNextn(novel)
+
+    async def main() -> None:
+        async with simulated(novel, nextn=nextn) as sim:
+            speculation = Speculation(mode="mtp", mtp_tail=100)
+            await sim.coordinator.complete([*range(300)], max_tokens=50, speculation=speculation)
+            kept = nextn.rows_kept
+            assert 100 + 25 < kept < 100 + 50, "those of the last windows are of no more use"
+            await sim.coordinator.complete([*range(300)], max_tokens=50, speculation=OFF)
+            assert nextn.rows_kept == kept
+
+    run(main)
+
+
+def test_the_place_that_was_asked_for_or_a_reason() -> None:
+    async def main() -> None:
+        async with simulated(novel, drafter=guesser(novel, 0.5)) as sim:
+            with pytest.raises(UsageError, match="at the coordinator needs a file there"):
+                sim.coordinator.generate([1], speculation=FAR)
+            done = await sim.coordinator.complete([1, 2], max_tokens=20, speculation=Speculation(mode="mtp"))
+            assert done.report.sources["mtp"].made == 0
+        async with simulated(novel, nextn=SimulatedNextn(novel)) as sim:
+            with pytest.raises(UsageError, match="needs NextN layers at the last stage"):
+                sim.coordinator.generate([1], speculation=Speculation(mode="mtp", mtp_at="last"))
+
+    run(main)
+    with pytest.raises(UsageError, match="mtp_at is 'first'"):
+        Speculation(mtp_at="first")
+
+
+# ---------------------------------------------------------------- real engines
+
+
+def test_a_block_of_another_model_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    assert has_nextn(path)
+    assert has_nextn(slice_nextn(path))
+    assert not has_nextn(slice_model(path, 0, 3, mtp=True))
+    with pytest.raises(ModelError, match="of another model than the stages run"):
+        NextnModel(path, "0" * 64, lanes=1, context=100)
+    assert not has_nextn(tiny.write(tmp_path / "plain.gguf", "llama"))
+
+
+class Numbers(FakeVocabulary):
+    """That of tiny models, which have no tokenizer."""
+
+    size = tiny.VOCABULARY
+    end_tokens: frozenset[int] = frozenset()
+
+
+@asynccontextmanager
+async def of_tiny_stages(path: Path, boundaries: tuple[int, ...]) -> AsyncIterator[Coordinator]:
+    """Stages of a model without a tokenizer, none of them with its block, which the coordinator has."""
+    with ExitStack() as opened:
+        slices = [slice_model(path, start, stop) for start, stop in pairwise(boundaries)]
+        engines = [opened.enter_context(StageEngine(part, lanes=2, context=256)) for part in slices]
+        runners = [LlamaRunner(engine) for engine in engines]
+        async with owned_nursery() as nursery:
+            sink = ReturnSink()
+            first, _ = join_stages(nursery, runners, sink)
+            described = [runner.descriptor for runner in runners]
+            pipe = Coordinator(nursery, first, sink, described, Numbers(), link=0.0)  # type: ignore[arg-type]
+            pipe.hold_nextn(path)
+            yield pipe
+        for runner in runners:
+            runner.close_all()
+
+
+@pytest.mark.parametrize(("arch", "heads"), [("mimo2", 1), ("hy_v3", 2)])
+async def test_split_pipelines_say_what_the_unsplit_model_says(arch: str, heads: int, tmp_path: Path) -> None:
+    """Greedy and sampled, two sessions at once, prefixes that are reused; the last stage has no block."""
+    keys = tiny.metadata(arch, nextn=heads)
+    path = tiny.write(tmp_path / "m.gguf", arch, keys, quantization=gguf.GGMLQuantizationType.Q8_0)
+    async with of_tiny_stages(path, (0, 2, 4, 6)) as pipe:
+        drafted: set[str] = set()
+
+        async def ask(prompt: list[int], speculation: Speculation, temperature: float) -> tuple[int, ...]:
+            done = await pipe.complete(
+                prompt,
+                max_tokens=COUNT,
+                sampling=Sampling(temperature=temperature, seed=3),
+                speculation=speculation,
+                ignore_end=True,
+            )
+            drafted.update(name for name, source in done.report.sources.items() if source.made)
+            return done.tokens
+
+        for temperature in (0.0, 0.9):
+            serially = [await ask(prompt, OFF, temperature) for prompt in PROMPTS]
+            if not temperature:
+                for prompt, tokens in zip(PROMPTS, serially, strict=True):
+                    assert list(tokens) == reference.greedy(path, prompt, COUNT, context=256)
+
+            async def compare(which: int, temperature: float, expected: tuple[int, ...]) -> None:
+                assert await ask(PROMPTS[which], FAR, temperature) == expected
+
+            async with trio.open_nursery() as nursery:
+                for which, expected in enumerate(serially):
+                    nursery.start_soon(compare, which, temperature, expected)
+            longer = [*PROMPTS[0], *serially[0][:5]]
+            assert await ask(longer, FAR, temperature) == await ask(longer, OFF, temperature)
+        assert drafted == {"mtp"}
+
+
+@pytest.mark.slow
+async def test_a_real_block_drafts_there_as_at_the_last_stage(smollm2: Path) -> None:
+    """As many of its drafts are right, but for the rows of the prompt that it is not sent."""
+    path = assemble()
+    prompt = "The history of the railway in Britain begins with"
+    async with Pipeline.local(path, "0,15,30", context=256, conditions=Conditions(delay=0.03)) as pipe:
+        accepted = {}
+        unsplit = None
+        for place in ("last", "coordinator"):
+            speculation = Speculation(mode="mtp", mtp_at=place)
+            done = await pipe.complete(prompt, max_tokens=32, speculation=speculation, ignore_end=True)
+            unsplit = unsplit or reference.greedy(path, done.prompt_tokens, 32, context=256)
+            assert list(done.tokens) == unsplit
+            accepted[place] = done.report.sources["mtp"].accepted
+        assert accepted["last"] > 4
+        assert accepted["coordinator"] >= 0.7 * accepted["last"]
