@@ -68,7 +68,7 @@ class Following:
             self.cut()
 
     def revealed(self, start: int, rows: Rows) -> None:
-        """Hidden rows, float32 (n, n_embd), of confirmed positions from `start` on. What is known already is left out."""
+        """Hidden rows, float32 (n, n_embd), of confirmed positions from `start` on; what is known is left out."""
         if self.hidden_from is None:
             return
         fresh = rows[max(self.hidden_from - start, 0) :]

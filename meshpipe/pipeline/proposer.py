@@ -3,9 +3,9 @@
 It computes with a draft model, or with the model's own NextN block. Sessions tell it their lines (`Follow`), and for
 the block the trunk's hidden rows as they come (`Hidden`); it answers with Proposals to their mailboxes. It drafts as
 long as a session's limit allows and never waits for an answer: what is told meanwhile is looked at after each job,
-which is short, so that what it goes on with is not stale. Sessions that want a token at the same time get it from one decode where
-the engine can do that. A line that has to be caught up with first (a prompt) goes in bounded jobs, in turn with
-drafting.
+which is short, so that what it goes on with is not stale. Sessions that want a token at the same time get it from one
+decode where the engine can do that. A line that has to be caught up with first (a prompt) goes in bounded jobs, in
+turn with drafting.
 
 Nothing depends on a proposer: when it fails, that is logged, and its sessions go on without.
 """
