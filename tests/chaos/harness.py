@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -41,11 +42,13 @@ from .wire import Relay
 
 CONTEXT = 512
 SPLIT = ((0, 3), (3, 6))
-DEADLINE = 60.0
+PROCESSES = range(2 * len(SPLIT))
+"""Numbers of the processes: the stages in order, then their standbys."""
+DEADLINE = 90.0
 """Seconds within which every request has to end."""
 
 FAULTS = (
-    "kill", "kill", "kill", "terminate", "stop", "blink", "blink", "reset", "reset", "hole", "held", "held",
+    "kill", "kill", "terminate", "stop", "blink", "blink", "reset", "reset", "reset", "hole", "held", "held",
     "cut", "cut", "cut", "cancel", "cancel", "disk", "coordinator", "rolling",
 )  # fmt: skip
 """What can happen, some of it more often: dealt like cards, and shuffled anew when all have come."""
@@ -110,9 +113,12 @@ class Chaos:
         topology: Topology,
         plan: Plan,
         seed: int,
+        nursery: trio.Nursery,
     ) -> None:
         self.pipeline, self.children, self.relays, self.disks = pipeline, children, relays, disks
         self.topology, self.plan = topology, plan
+        self._nursery = nursery
+        self._another: trio.Process | None = None
         self.tally = Tally()
         self.random = random.Random(seed)
         self.requests = [self._a_request() for _ in range(plan.requests)]
@@ -214,18 +220,26 @@ class Chaos:
         if fault is not None and fault.joined is not None and fault.going_on is None:
             fault.going_on = trio.current_time() - self._began
 
-    def _victim(self, kind: str) -> int:
-        """A process that is in use, more often than not."""
-        every = [
-            index for index in range(len(self.relays)) if kind not in DEADLY or index not in self.plan.spared
-        ]
-        used = [index for index in every if self.relays[index].used]
-        return self.random.choice(used if used and self.random.random() < 0.8 else every)
+    async def _victim(self, kind: str) -> int:
+        """A process whose stage has another one that is ready, and that is in use, more often than not."""
+        spared = self.plan.spared if kind in DEADLY else ()
+        standing: list[int] = []
+
+        def found() -> list[int]:
+            standing[:] = [index for index in PROCESSES if index not in spared and self._ready(_twin(index))]
+            return standing
+
+        await _until(found)
+        used = [index for index in standing if self.relays[index].used]
+        return self.random.choice(used if used and self.random.random() < 0.8 else standing)
+
+    def _ready(self, process: int) -> bool:
+        return process in self.children._ready
 
     async def strike(self, kind: str) -> None:
         """One fault, from its beginning to where all is as it was but for what it has done."""
         pick = self.random
-        moment, target = pick.choice(MOMENTS), self._victim(kind)
+        moment, target = pick.choice(MOMENTS), await self._victim(kind)
         with trio.move_on_after(0.5) as waited:
             if moment:
                 await self._moments[moment].wait()
@@ -240,9 +254,9 @@ class Chaos:
     async def _do(self, kind: str, target: int) -> None:
         relay, pick = self.relays[target], self.random
         if kind == "kill":
-            self._signal(target, signal.SIGKILL)
+            await self._end(target, signal.SIGKILL)
         elif kind == "terminate":
-            self._signal(target, signal.SIGTERM)
+            await self._end(target, signal.SIGTERM)
         elif kind in ("stop", "blink"):
             self._signal(target, signal.SIGSTOP)
             await trio.sleep(
@@ -271,10 +285,7 @@ class Chaos:
         elif kind == "coordinator":
             await self._lose_another_coordinator()
         elif kind == "rolling":
-            for process in range(len(self.relays)):
-                if process not in self.plan.spared:
-                    self._signal(process, signal.SIGTERM)
-                    await self._prove()
+            await self._restart_all()
         else:
             raise ValueError(kind)
 
@@ -288,41 +299,75 @@ class Chaos:
         with suppress(ProcessLookupError):
             os.kill(self.children.pids[process], number)
 
+    async def _end(self, process: int, number: signal.Signals) -> None:
+        """Returns when it is known to have ended."""
+        ended = self.children.pids[process]
+        self._signal(process, number)
+        await _until(lambda: not self._ready(process) or self.children.pids[process] != ended)
+
+    async def _restart_all(self) -> None:
+        """First those of one half, then, when others have come in their place, those of the other half."""
+        for wave in (PROCESSES[: len(SPLIT)], PROCESSES[len(SPLIT) :]):
+            async with trio.open_nursery() as nursery:
+                for process in wave:
+                    if process not in self.plan.spared:
+                        nursery.start_soon(self._end, process, signal.SIGTERM)
+            await self._prove()
+            if wave.start == 0:
+                await _until(lambda: all(map(self._ready, PROCESSES)))
+
     async def _fill_the_disk(self, process: int) -> None:
         """The process ends, and cannot start again until its disk has room; its standby serves meanwhile."""
         full = self.disks[process] / "full"
         full.touch()
         try:
             ended = self.children.pids[process]
-            self._signal(process, signal.SIGKILL)
-            with trio.move_on_after(DEADLINE):
-                while self.children.pids[process] == ended:  # noqa: ASYNC110
-                    await trio.sleep(0.02)
+            await self._end(process, signal.SIGKILL)
+            await _until(lambda: self.children.pids[process] != ended)
             await self._prove()
         finally:
             full.unlink()
 
-    async def _lose_another_coordinator(self) -> None:
-        """One that shares the stages generates, and is killed; the stages free its lanes."""
+    async def prepare_another_coordinator(self) -> None:
+        """A process that waits for a word to join the same stages; starting Python takes longer than most faults."""
         places = [
             {"address": place.address, "standby": list(place.standby)} for place in self.topology.stages
         ]
         tests = str(Path(__file__).parent.parent)
-        process = await trio.lowlevel.open_process(
-            [sys.executable, "-m", "chaos.other", json.dumps(places)],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])},
+        self._another = await self._nursery.start(
+            partial(
+                trio.run_process,
+                [sys.executable, "-m", "chaos.other", json.dumps(places)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                check=False,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])},
+            )
         )
-        assert process.stdout is not None
-        try:
-            with trio.fail_after(DEADLINE):
-                said = await process.stdout.receive_some()
-                assert said, "the other coordinator has ended before it generated anything"
-                await trio.sleep(self.random.uniform(0.0, 0.2))
-        finally:
-            process.kill()
-            await process.wait()
-            await process.stdout.aclose()
+
+    async def _lose_another_coordinator(self) -> None:
+        """One that shares the stages generates, and is killed; the stages free its lanes."""
+        if self._another is None:
+            await self.prepare_another_coordinator()
+        assert self._another is not None
+        assert self._another.stdin is not None
+        assert self._another.stdout is not None
+        with trio.fail_after(DEADLINE):
+            await self._another.stdin.send_all(b"go\n")
+            said = await self._another.stdout.receive_some()
+            assert said, "the other coordinator has ended before it generated anything"
+            await trio.sleep(self.random.uniform(0.0, 0.2))
+        await self.dismiss_another_coordinator()
+
+    async def dismiss_another_coordinator(self) -> None:
+        """Kills it, if there is one."""
+        if self._another is not None:
+            self._another.kill()
+            await self._another.wait()
+            for pipe in (self._another.stdin, self._another.stdout):
+                assert pipe is not None
+                await pipe.aclose()
+            self._another = None
 
 
 @asynccontextmanager
@@ -358,9 +403,20 @@ async def opened(model: Path, seed: int, plan: Plan) -> AsyncIterator[Chaos]:
             context=CONTEXT,
             heartbeat=plan.heartbeat,
         ) as pipeline:
-            chaos = Chaos(pipeline, children, relays, disks, topology, plan, seed)
+            chaos = Chaos(pipeline, children, relays, disks, topology, plan, seed, nursery)
             async with pipeline.tracing(chaos.span):
                 yield chaos
+
+
+async def _until(condition: Callable[[], object]) -> None:
+    with trio.fail_after(DEADLINE):
+        while not condition():  # noqa: ASYNC110
+            await trio.sleep(0.02)
+
+
+def _twin(process: int) -> int:
+    """The other process of the same stage."""
+    return (process + len(SPLIT)) % len(PROCESSES)
 
 
 def _address_of(children: Children, index: int) -> Callable[[], str]:
@@ -387,11 +443,13 @@ async def attack(
             watching.start_soon(_sample, chaos, samples)
             for _ in range(plan.load):
                 nursery.start_soon(keep_asking)
+            await chaos.prepare_another_coordinator()
             cards = chaos.faults()
             while len(chaos.tally.faults) < faults and (end is None or time.monotonic() < end):
                 await trio.sleep(chaos.random.uniform(*plan.gap))
                 await chaos.strike(next(cards))
             running = False
+            await chaos.dismiss_another_coordinator()
             watching.cancel_scope.cancel()
         chaos.tally.memory = summary(samples)
         await _nothing_is_left(chaos, before)
@@ -425,8 +483,7 @@ def _now_held(chaos: Chaos) -> Held:
 
 async def _held(chaos: Chaos) -> Held:
     """When all requests are over."""
-    while chaos.pipeline.active:  # noqa: ASYNC110
-        await trio.sleep(0.05)
+    await _until(lambda: not chaos.pipeline.active)
     await trio.sleep(0.1)
     return _now_held(chaos)
 

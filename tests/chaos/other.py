@@ -1,4 +1,4 @@
-"""Another coordinator on the same stages, which generates until it is killed."""
+"""Another coordinator on the same stages: once told to, it generates until it is killed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from .harness import Tokens
 
 async def main(places: str) -> None:
     """Says so when its first token has come."""
+    await trio.to_thread.run_sync(sys.stdin.readline)  # until it is wanted
     topology = Topology(
         tuple(StagePlace(place["address"], standby=tuple(place["standby"])) for place in json.loads(places))
     )
