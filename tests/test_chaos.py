@@ -20,7 +20,12 @@ pytestmark = pytest.mark.slow
 
 
 CLOSE_TOGETHER = Plan(
-    gap=(0.02, 0.15), heartbeat=Heartbeat(0.2, 1.0), requests=8, sizes=(1, 40, 200), counts=(1, 20, 40)
+    gap=(0.02, 0.15),
+    heartbeat=Heartbeat(0.2, 1.0),
+    requests=8,
+    sizes=(1, 40, 200),
+    counts=(1, 20, 40),
+    queue_deadline=30.0,  # on a busy machine, a standby may need more than three seconds to take over
 )
 
 
@@ -41,14 +46,14 @@ async def test_the_real_model_says_the_same_over_stages_that_are_killed(smollm2:
     vocabulary.close()
     tokens: list[int] = []
     async with Pipeline.spawn(smollm2, "0,15,30", context=512) as pipeline:
-        async with pipeline.generate(prompt, max_tokens=60, ignore_end=True) as generation:
+        async with pipeline.generate(prompt, max_tokens=30, ignore_end=True) as generation:
             async for piece in generation:
                 tokens += piece.tokens
-                if len(tokens) >= 20 and pipeline.way.generation == 1 and pipeline.way.up:
+                if len(tokens) >= 10 and pipeline.way.generation == 1 and pipeline.way.up:
                     os.kill(pipeline.processes[1], signal.SIGKILL)
                     while pipeline.way.up:  # noqa: ASYNC110
                         await trio.sleep(0.01)
         assert generation.report is not None
         assert generation.report.resumes == 1
         assert generation.report.exact
-    assert tokens == greedy(smollm2, prompt, 60)
+    assert tokens == greedy(smollm2, prompt, 30)

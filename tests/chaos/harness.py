@@ -30,6 +30,7 @@ from attrs import frozen
 from meshpipe import Coordinator, MeshpipeError, Sampling, StagePlace, Topology
 from meshpipe.actors.scope import owned_nursery
 from meshpipe.pipeline.children import Children, open_children, stage_command
+from meshpipe.pipeline.coordinator import QUEUE_DEADLINE
 from meshpipe.pipeline.remote import open_remote
 from meshpipe.pipeline.way import WayState
 from meshpipe.telemetry.spans import Kind, Span
@@ -78,6 +79,7 @@ class Plan:
     sizes: Sequence[int] = (1, 5, 40, 200)
     counts: Sequence[int] = (1, 20, 60, 120)
     spared: frozenset[int] = frozenset()
+    queue_deadline: float = QUEUE_DEADLINE
 
     @property
     def lanes(self) -> int:
@@ -402,6 +404,7 @@ async def opened(model: Path, seed: int, plan: Plan) -> AsyncIterator[Chaos]:
             lanes=plan.lanes,
             context=CONTEXT,
             heartbeat=plan.heartbeat,
+            queue_deadline=plan.queue_deadline,
         ) as pipeline:
             chaos = Chaos(pipeline, children, relays, disks, topology, plan, seed, nursery)
             async with pipeline.tracing(chaos.span):
