@@ -95,8 +95,12 @@ class _Inbox:
         self._send, self.refusals = trio.open_memory_channel[SessionFailed](math.inf)
 
     async def send(self, message: object) -> None:
+        self.try_send(message)
+
+    def try_send(self, message: object) -> bool:
         if isinstance(message, SessionFailed):
             self._send.send_nowait(message)
+        return True
 
 
 class _Way:

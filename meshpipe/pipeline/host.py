@@ -399,3 +399,7 @@ class _Later:
 
     async def send(self, message: object) -> None:
         await self.inlet().send(message)
+
+    def try_send(self, message: object) -> bool:
+        room: bool = self.inlet().try_send(message)
+        return room

@@ -18,7 +18,7 @@ import trio
 
 from meshpipe.errors import StageLostError
 
-from .frames import HANDSHAKE_LIMITS, PREFIX_SIZE, Frame, Limits, pack, parse_prefix, rows_of, unpack
+from .frames import HANDSHAKE_LIMITS, PREFIX_SIZE, Frame, Limits, Prefix, pack, parse_prefix, rows_of, unpack
 
 THREAD_FROM = 256 << 10
 """Bytes of rows from which inexact encodings are computed in a thread, off the event loop."""
@@ -28,6 +28,9 @@ TURN = 256 << 10
 
 AT_ONCE = 64 << 10
 """Bytes of rows up to which a frame is worth a try without waiting: what a socket has room for, mostly."""
+
+READ_AHEAD = 64 << 10
+"""Bytes that are read at once: a frame that is no larger comes in one call, prefix, header and rows."""
 
 JOIN_UP_TO = 64 << 10
 """Bytes of payload up to which TLS sends it in one piece with its header."""
@@ -79,7 +82,10 @@ class Connection(ABC):
 
     @abstractmethod
     async def receive(self) -> Frame:
-        """The next frame. Raises `StageLostError` if there is none to come, `ProtocolError` if it is none."""
+        """The next frame. Raises `StageLostError` if there is none to come, `ProtocolError` if it is none.
+
+        A checkpoint always.
+        """
 
     @abstractmethod
     def agree(self, encoding: str, limits: Limits) -> None:
@@ -152,8 +158,8 @@ def memory_pair(
 class SocketConnection(Connection):
     """Frames over TCP or TLS: small ones without payload, until the handshake has agreed on more.
 
-    Over TCP a payload goes from the rows' own memory to the socket, and from the socket into a new array. TLS
-    reads into the array likewise; a small payload is joined to its header first, to be one record the less.
+    A payload goes from the rows' own memory to the socket (over TLS a small one is joined to its header first, to
+    be one record the less), and from the socket into a new array, by way of a buffer if the frame is small.
     `sock` is a connected socket that does not block, an `ssl.SSLSocket` for TLS, and is the connection's own.
     """
 
@@ -166,6 +172,8 @@ class SocketConnection(Connection):
         self._sendable = True
         self._receivable = True
         self._left: list[View] = []
+        self._ahead = memoryview(bytearray(READ_AHEAD))
+        self._begin = self._end = 0  # of what was read ahead
         _tune(sock)
 
     @property
@@ -246,24 +254,58 @@ class SocketConnection(Connection):
         if not self._receivable:
             raise StageLostError(f"{self.peer}: an earlier receive was cut short, the connection is lost")
         self._receivable = False
-        start = bytearray(PREFIX_SIZE)
-        came = await self._fill([start])
-        if came == 0:
-            raise StageLostError(f"{self.peer} closed the connection without saying so")
-        if came < PREFIX_SIZE:
-            raise StageLostError(f"{self.peer} closed the connection in the middle of a frame")
-        prefix = parse_prefix(start, self._limits)
-        header = bytearray(prefix.header)
-        payload = np.empty(prefix.payload, dtype=np.uint8)  # untouched memory until the bytes come
-        parts: list[View] = [header, payload.data] if prefix.payload else [header]
-        if await self._fill(parts) < prefix.header + prefix.payload:
-            raise StageLostError(f"{self.peer} closed the connection in the middle of a frame")
-        if prefix.payload > THREAD_FROM and self._encoding != "float32":
-            frame = await trio.to_thread.run_sync(unpack, prefix, bytes(header), payload, self._limits)
+        waited = await self._read_ahead(PREFIX_SIZE)
+        prefix = parse_prefix(self._ahead[self._begin : self._begin + PREFIX_SIZE], self._limits)
+        size = PREFIX_SIZE + prefix.header + prefix.payload
+        if size <= READ_AHEAD:
+            waited = await self._read_ahead(size) or waited
+            rows = self._begin + PREFIX_SIZE + prefix.header
+            header = bytes(self._ahead[self._begin + PREFIX_SIZE : rows])
+            payload = np.array(self._ahead[rows : self._begin + size], dtype=np.uint8)
+            self._begin += size
         else:
-            frame = unpack(prefix, bytes(header), payload, self._limits)
+            header, payload = await self._receive_large(prefix)
+        if prefix.payload > THREAD_FROM and self._encoding != "float32":
+            frame = await trio.to_thread.run_sync(unpack, prefix, header, payload, self._limits)
+        else:
+            frame = unpack(prefix, header, payload, self._limits)
+        if not waited:
+            await trio.lowlevel.checkpoint()
         self._receivable = True
         return frame
+
+    async def _read_ahead(self, count: int) -> bool:
+        """Reads until `count` bytes, `READ_AHEAD` at most, lie in the buffer; says whether it gave up its turn.
+
+        Raises `StageLostError` if they do not come.
+        """
+        waited = False
+        while (have := self._end - self._begin) < count:
+            self._ahead[:have] = self._ahead[self._begin : self._end]
+            self._begin, self._end = 0, have
+            if not self._secure:  # as a rule nothing is there, and to try would be a call in vain
+                await self._wait(writing=False)
+                waited = True
+            came = await self._fill([self._ahead[have:]], at_least=1)
+            if came == 0:
+                where = "in the middle of a frame" if have else "without saying so"
+                raise StageLostError(f"{self.peer} closed the connection {where}")
+            self._end += came
+        return waited
+
+    async def _receive_large(self, prefix: Prefix) -> tuple[bytes, np.ndarray[Any, Any]]:
+        """Header and payload of a frame that the buffer cannot hold: the rows go where they stay."""
+        header = bytearray(prefix.header)
+        payload = np.empty(prefix.payload, dtype=np.uint8)  # untouched memory until the bytes come
+        came = self._ahead[self._begin + PREFIX_SIZE : self._end]
+        self._begin = self._end = 0
+        header[: len(came)] = came[: len(header)]
+        payload.data[: max(0, len(came) - len(header))] = came[len(header) :]
+        left = _after([header, payload.data], len(came))
+        missing = sum(map(len, left))
+        if await self._fill(left, missing) < missing:
+            raise StageLostError(f"{self.peer} closed the connection in the middle of a frame")
+        return bytes(header), payload
 
     def alive(self) -> bool:
         if self._socket.fileno() < 0:
@@ -292,13 +334,12 @@ class SocketConnection(Connection):
         except OSError as error:
             raise StageLostError(f"{self.peer}: no TLS handshake: {error}") from None
 
-    async def _fill(self, views: Sequence[View]) -> int:
-        """Fills the buffers; returns the bytes that came, fewer only at the end of the stream."""
-        came = 0
-        left = [view for view in views if len(view)]
-        turn = 0
+    async def _fill(self, views: Sequence[View], at_least: int) -> int:
+        """Fills the buffers with `at_least` bytes; returns how many came, fewer only at the end of the stream."""
+        came = turn = 0
+        left = list(views)
         try:
-            while left:
+            while came < at_least:
                 count = await self._retry(_scatter, self._socket, left)
                 if count == 0:
                     break
@@ -323,10 +364,14 @@ class SocketConnection(Connection):
                 writing = operation is _gather and not self._secure
             except ssl.SSLWantWriteError:
                 writing = True
-            try:
-                await (trio.lowlevel.wait_writable if writing else trio.lowlevel.wait_readable)(self._socket)
-            except (trio.ClosedResourceError, trio.BusyResourceError) as error:
-                raise StageLostError(f"{self.peer} is lost: {error}") from None
+            await self._wait(writing)
+
+    async def _wait(self, writing: bool) -> None:
+        """Returns when the socket can be written to, or read from. Raises `StageLostError`."""
+        try:
+            await (trio.lowlevel.wait_writable if writing else trio.lowlevel.wait_readable)(self._socket)
+        except (OSError, trio.ClosedResourceError, trio.BusyResourceError) as error:
+            raise StageLostError(f"{self.peer} is lost: {error}") from None
 
 
 async def _share(turn: int) -> int:

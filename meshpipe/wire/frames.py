@@ -101,7 +101,7 @@ def pack(frame: Frame, encoding: str = "float32") -> tuple[bytes, memoryview]:
     return prefix + header, payload
 
 
-def parse_prefix(data: bytes | bytearray, limits: Limits) -> Prefix:
+def parse_prefix(data: bytes | bytearray | memoryview, limits: Limits) -> Prefix:
     """Checks the first `PREFIX_SIZE` bytes of a frame. Raises `ProtocolError`."""
     magic, version, kind, number, header, payload = _PREFIX.unpack(data)
     if magic != _MAGIC:

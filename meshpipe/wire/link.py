@@ -136,6 +136,9 @@ class Inbox(Protocol):
     async def send(self, message: Any) -> None:
         """Waits for room if need be. Raises `ActorGoneError`."""
 
+    def try_send(self, message: Any) -> bool:
+        """Says False if there is no room. Raises `ActorGoneError`."""
+
 
 class Watch(Protocol):
     """Is told what becomes of the messages that a link sends. Times are trio's; must not raise."""
@@ -381,9 +384,6 @@ class Link:
             elif ask is not None:
                 ask.answer(message)
         elif isinstance(message, Ping):
-            await (
-                trio.lowlevel.checkpoint()
-            )  # as delivering is: a flood of Pings must not keep the event loop
             self._answer(Pong(message.nonce, message.sent, trio.current_time()))
         elif isinstance(message, Pong):
             now = trio.current_time()
@@ -402,8 +402,8 @@ class Link:
             await self._inbox.send(
                 Ask(message, lambda value, failure: self._answer(_Answer(number, value, failure)))
             )
-        else:
-            await self._inbox.send(message)
+        elif not isinstance(message, (Window, Reply)) or not self._inbox.try_send(message):
+            await self._inbox.send(message)  # gives up the turn, which receiving the frame has done already
 
     async def _watch(self, heartbeat: Heartbeat) -> None:
         awake_since = trio.current_time()
