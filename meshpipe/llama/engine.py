@@ -33,7 +33,6 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
-import numpy.typing as npt
 from attrs import field, frozen
 from llama_cpp import llama_cpp_ext
 
@@ -208,12 +207,15 @@ class StageEngine:
         most = self._capacity
         self._token = np.zeros(most, np.int32)
         self._embd = np.zeros((most, self.n_embd), np.float32)
+        self._positions = np.arange(self.context + 1, dtype=np.int32)
         self._pos = np.zeros((self._sections, most), np.int32)
         self._want = np.zeros(most, np.int8)
         self._ids = np.arange(self.lanes, dtype=np.int32)
+        self._first_id = self._ids.ctypes.data
         self._seq = np.zeros(most, np.uintp)  # a pointer into _ids per row
         self._n_seq = np.ones(most, np.int32)
-        self._flat_pos = np.zeros(most * self._sections, np.int32)
+        # llama.cpp wants the sections one after the other, which for one section they are already.
+        self._flat_pos = self._pos[0] if self._sections == 1 else np.zeros(most * self._sections, np.int32)
         batch = llama_cpp.llama_batch()
         if self.slice.is_first:
             batch.token = self._token.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
@@ -261,23 +263,26 @@ class StageEngine:
 
     # ---------------------------------------------------------------- running
 
-    def run(self, spans: Sequence[Span]) -> list[Rows]:
+    def run(self, spans: Sequence[Span], *, keep: bool = True) -> list[Rows]:
         """Trims every span's lane to its start and runs the spans, as one indivisible job.
 
         Spans of one lane must follow each other without a gap. Returns one float32 array a span: activations,
-        shape (count, n_embd), or on the last stage logits, shape (wanted, n_vocab). Rows are copied once.
-        Raises EngineError for spans that cannot be run (nothing was changed then) and when llama.cpp fails;
-        Aborted after `abort`. After a failed decode every lane of the job is trimmed to its first start.
+        shape (count, n_embd), or on the last stage logits, shape (wanted, n_vocab). Where `keep` is false, logits
+        may be llama.cpp's own memory, which holds them until the next job. Raises EngineError for spans that
+        cannot be run (nothing was changed then) and when llama.cpp fails; Aborted after `abort`. After a failed
+        decode every lane of the job is trimmed to its first start.
         """
         starts = self._check(spans)
         for lane, start in starts.items():
             self.trim(lane, start)
         pieces: list[list[Rows]] = [[] for _ in spans]
         self._hidden = [[] for _ in spans]
+        decodes = list(_decodes(spans, self.decodes.most))
+        copy = self.slice.is_last and (keep or len(decodes) > 1)
         try:
-            for decode in _decodes(spans, self.decodes.most):
+            for decode in decodes:
                 for index, rows in self._decode(spans, decode):
-                    pieces[index].append(rows)
+                    pieces[index].append(rows.copy() if copy else rows)
         except EngineError:
             for lane, start in starts.items():
                 self.trim(lane, start)
@@ -362,6 +367,7 @@ class StageEngine:
     def _decode(self, spans: Sequence[Span], decode: Sequence[_Piece]) -> Iterator[tuple[int, Rows]]:
         """One llama_decode; yields the result of every piece."""
         count = 0
+        wants: list[int] = []  # of each piece: how many of its last rows are wanted
         for piece in decode:
             span, stop = spans[piece.index], count + piece.high - piece.low
             if span.rows is None:
@@ -369,15 +375,17 @@ class StageEngine:
             else:
                 self._embd[count:stop] = span.rows[piece.low : piece.high]
             # llama.cpp gives text three equal RoPE sections, and 0 in the fourth.
-            self._pos[:3, count:stop] = np.arange(span.start + piece.low, span.start + piece.high)
-            self._seq[count:stop] = self._ids.ctypes.data + 4 * span.lane
+            self._pos[:3, count:stop] = self._positions[span.start + piece.low : span.start + piece.high]
+            self._seq[count:stop] = self._first_id + 4 * span.lane
+            want = stop - count  # an unflagged row would be dropped inside the last layer
             if self.slice.is_last:
-                self._want[count:stop] = np.arange(piece.low, piece.high) >= span.count - span.wanted
-            else:
-                self._want[count:stop] = 1  # an unflagged row would be dropped inside the last layer
+                want = min(want, max(0, piece.high - (span.count - span.wanted)))
+            self._want[count : stop - want] = 0
+            self._want[stop - want : stop] = 1
+            wants.append(want)
             count = stop
-        wanted = self._want[:count].astype(bool)  # before a spare row joins
         lone = count < self.decodes.least
+        skip = 0  # rows of the result before the first that is wanted
         if lone:
             self._token[count] = 0
             self._embd[count] = 0
@@ -385,10 +393,12 @@ class StageEngine:
             self._seq[count] = self._seq[count - 1]
             self._want[count] = 1
             count += 1
-        elif self.slice.is_last and self.decodes.least > 1 and wanted.sum() == 1:
+        elif self.slice.is_last and self.decodes.least > 1 and sum(wants) == 1:
             # The last layer's tail and the head see the wanted rows alone: keep them company too.
-            self._want[int(np.argmin(wanted))] = 1
-        self._flat_pos[: count * self._sections] = self._pos[:, :count].ravel()
+            skip = 1 - int(self._want[0])
+            self._want[1 - skip] = 1
+        if self._sections > 1:
+            self._flat_pos[: count * self._sections] = self._pos[:, :count].ravel()
         self._batch.n_tokens = count
         if self._tap is not None:
             self._tap.expect(count)
@@ -409,7 +419,7 @@ class StageEngine:
         if lone:
             lane = spans[decode[0].index].lane
             llama_cpp.llama_memory_seq_rm(self._memory, lane, self._lengths[lane], -1)
-        yield from self._results(spans, decode, count, wanted)
+        yield from self._results(decode, wants, count, skip)
 
     def _keep_hidden(self, spans: Sequence[Span], decode: Sequence[_Piece], count: int) -> None:
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._context)
@@ -422,12 +432,9 @@ class StageEngine:
             at = stop
 
     def _results(
-        self,
-        spans: Sequence[Span],
-        decode: Sequence[_Piece],
-        count: int,
-        wanted: npt.NDArray[np.bool_],
+        self, decode: Sequence[_Piece], wants: Sequence[int], count: int, skip: int
     ) -> Iterator[tuple[int, Rows]]:
+        """The wanted rows of every piece; `skip` rows that nobody wants come before them."""
         if self._tap is not None:
             rows = self._tap.take()
             if rows is None:
@@ -435,23 +442,16 @@ class StageEngine:
                     f"the graph of {self.slice.architecture} gave no {self.slice.tapped_tensor} of "
                     f"{count} rows × {self.n_embd}: this architecture cannot be split here"
                 )
-            at = 0
-            for piece in decode:
-                yield piece.index, rows[at : at + piece.high - piece.low]
-                at += piece.high - piece.low
+        elif any(wants):
+            pointer = llama_cpp.llama_get_logits(self._context)
+            rows = np.ctypeslib.as_array(pointer, (skip + sum(wants), self.n_vocab))
+        else:
             return
-        flagged = np.flatnonzero(self._want[:count])
-        if not wanted.any():
-            return
-        pointer = llama_cpp.llama_get_logits(self._context)
-        logits = np.ctypeslib.as_array(pointer, (len(flagged), self.n_vocab))
-        at = 0
-        for piece in decode:
-            mine = np.flatnonzero(wanted[at : at + piece.high - piece.low]) + at
-            if len(mine):
-                first = int(np.searchsorted(flagged, mine[0]))
-                yield piece.index, logits[first : first + len(mine)].copy()
-            at += piece.high - piece.low
+        at = skip
+        for piece, want in zip(decode, wants, strict=True):
+            if want:
+                yield piece.index, rows[at : at + want]
+            at += want
 
     # ---------------------------------------------------------------- the probe at load
 

@@ -208,7 +208,7 @@ class LlamaRunner:
             )
             for job in jobs
         ]
-        outputs = engine.run(spans)
+        outputs = engine.run(spans, keep=False)
         if not is_last:
             return list(outputs)
         results: list[Result] = []

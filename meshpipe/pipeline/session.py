@@ -10,7 +10,8 @@ at: a cancellation, or news of the way. When the way to the stages has been form
 or the lane was refused, the session opens once more and runs its committed tokens again; nobody downstream notices
 but by the pause.
 
-Output goes into a channel in commit order. Its buffer holds the whole answer if need be, so that a consumer
+Output goes into a channel in commit order, and as a rule after the window that follows the commit has gone: the
+stages need not wait for text to be made. The channel's buffer holds the whole answer if need be, so that a consumer
 that reads slowly, or not at all, delays nobody.
 """
 
@@ -235,6 +236,7 @@ class Session(Actor[SessionMessage]):
         self._watch = Stopwatch(trio.current_time())
         self._logprobs: dict[int, TokenLogprobs] = {}  # of picks that are not committed yet, by position
         self._waits_for = Cause.REPLY
+        self._unsaid: list[Commit] = []  # commits whose output still has to be made
 
     async def run(self) -> None:
         """Until the last token, a failure or a cancellation; frees the lane on every stage in any case."""
@@ -244,11 +246,13 @@ class Session(Actor[SessionMessage]):
             self._composite.update()
             while self._ledger.finished is None:
                 await self._refill()
+                self._say_all()
                 if self._following is not None:
                     self._following.tell()
                 await self._handle_next()
             self._finish()
         except MeshpipeError as error:
+            self._say_all()
             self._output.failure = error
         finally:
             self._credits.close()
@@ -470,14 +474,28 @@ class Session(Actor[SessionMessage]):
         self._offer_drafts(commit)
         if commit.diverged:
             self._pace.restart()
+        count = len(commit.tokens)
+        if self._request.stops:
+            count = self._say(commit)  # what follows is sent only if none of them has come
+        else:
+            self._unsaid.append(commit)
+        self._watch.committed(now, count, commit.width)
+        self._watch.flying(now, self._ledger.in_flight)
+
+    def _say_all(self) -> None:
+        """Puts out what has been committed."""
+        for commit in self._unsaid:
+            self._say(commit)
+        self._unsaid.clear()
+
+    def _say(self, commit: Commit) -> int:
+        """Puts out a commit's text, up to a stop string; returns how many of its tokens that took."""
         text, tokens = "", []
         for token in commit.tokens:
             tokens.append(token)
             text += self._stops.feed(self._request.text.feed((token,)))
             if self._stops.stopped:  # what was committed behind the stop string is no output
                 break
-        self._watch.committed(now, len(tokens), commit.width)
-        self._watch.flying(now, self._ledger.in_flight)
         picked = range(commit.start, commit.start + len(tokens))
         logprobs = tuple(self._logprobs.pop(at) for at in picked if at in self._logprobs)
         if commit.diverged:
@@ -490,6 +508,7 @@ class Session(Actor[SessionMessage]):
             logprobs=logprobs,
         )
         self._output.channel.send_nowait(piece)
+        return len(tokens)
 
     def _offer_drafts(self, commit: Commit) -> None:
         """What the reply that has retired brought for drafts: native MTP's own, or the rows for them."""
@@ -507,6 +526,7 @@ class Session(Actor[SessionMessage]):
             self._composite.offer(Proposal(session, epoch, start, tokens, MTP, probabilities))
 
     def _finish(self) -> None:
+        self._say_all()
         reason = "stop" if self._stops.stopped else self._ledger.finished or "unknown"
         now = trio.current_time()
         self._watch.flying(now, 0)
@@ -588,6 +608,7 @@ class Session(Actor[SessionMessage]):
             message = self._unsent[0]
             stale = isinstance(message, Window) and message.epoch != self._ledger.epoch
             if not stale and not way.try_send(message):
+                self._say_all()
                 gone = False
                 with trio.move_on_at(self._deadline()) as patience:
                     async with trio.open_nursery() as nursery:

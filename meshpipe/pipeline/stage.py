@@ -425,6 +425,10 @@ class Stage(Actor[StageMessage]):
 
         `backlogged`: they were waiting already when the last job ended, so that throughput is what counts.
         """
+        if len(self._ready) == 1:
+            only = self._ready.popleft()
+            self._last_was_prefill = only.is_prefill
+            return [only]
         verify: list[_Queued] = []
         prefilling: set[int] = set()
         for queued in self._ready:
