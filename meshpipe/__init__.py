@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from meshpipe.messages import Sampling
     from meshpipe.pipeline.api import Pipeline
     from meshpipe.pipeline.coordinator import Completion, Coordinator, Generation
+    from meshpipe.pipeline.fallback import LocalFallback
     from meshpipe.pipeline.report import Report
     from meshpipe.pipeline.session import Piece
     from meshpipe.speculation.ngram import NgramConfig
@@ -34,6 +35,7 @@ _HOMES = {
     "Conditions": "wire.conditions",
     "Coordinator": "pipeline.coordinator",
     "Generation": "pipeline.coordinator",
+    "LocalFallback": "pipeline.fallback",
     "MeshpipeError": "errors",
     "NgramConfig": "speculation.ngram",
     "Piece": "pipeline.session",
@@ -50,6 +52,7 @@ __all__ = [
     "Conditions",
     "Coordinator",
     "Generation",
+    "LocalFallback",
     "MeshpipeError",
     "NgramConfig",
     "Piece",

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
+import tiny
 import trio
+from attrs import evolve
+from chaos.harness import Tokens
 from simulated import mixed, serial
 from test_remote import Mesh, generate, joined, lanes_free, mesh
 
-from meshpipe import Coordinator, StagePlace, Topology
-from meshpipe.errors import HandshakeError, MeshpipeError, StageLostError
+from meshpipe import Coordinator, LocalFallback, StagePlace, Topology
+from meshpipe.actors.scope import owned_nursery
+from meshpipe.errors import HandshakeError, MeshpipeError, StageLostError, UsageError
+from meshpipe.llama.slicing import read_slice, slice_model
 from meshpipe.messages import StageDescriptor
-from meshpipe.pipeline.failover import Candidates, check_successors
+from meshpipe.pipeline import failover
+from meshpipe.pipeline.children import open_children, stage_command
+from meshpipe.pipeline.failover import Candidates, Joined, check_successors
+from meshpipe.pipeline.local import join_stages
+from meshpipe.pipeline.runner import SimulatedRunner
+from meshpipe.pipeline.sink import ReturnSink
 from meshpipe.pipeline.way import Way, WayState
 
 
@@ -151,6 +166,132 @@ async def test_a_standby_with_other_bits_is_refused_where_bits_must_be_the_same(
             with pytest.raises(StageLostError, match=r"no (route|way)"), trio.fail_after(5):
                 await pipeline.complete([1])
             assert unlike.hosts[1].stage.counters.jobs == 0
+
+
+class Here:
+    """A `LocalFallback` whose stages are simulated; `fingerprint` is what they compute like."""
+
+    def __init__(self, fingerprint: str = "") -> None:
+        self.fingerprint = fingerprint
+        self.closed = 0
+
+    def check(self, descriptors: object) -> None:
+        """Anything goes."""
+
+    @asynccontextmanager
+    async def joined(self, instead_of: Sequence[StageDescriptor], sink: ReturnSink) -> AsyncIterator[Joined]:
+        runners = [
+            SimulatedRunner(evolve(descriptor, fingerprint=self.fingerprint, instance="here"), mixed)
+            for descriptor in instead_of
+        ]
+        async with owned_nursery() as nursery:
+            first, _ = join_stages(nursery, runners, sink)
+            try:
+                yield Joined(first, tuple(runner.descriptor for runner in runners), 0.0)
+            finally:
+                self.closed += 1
+
+
+@pytest.mark.parametrize("fingerprint", ["", "other"])
+async def test_this_process_serves_until_the_stages_are_back(
+    monkeypatch: pytest.MonkeyPatch, fingerprint: str
+) -> None:
+    monkeypatch.setattr(failover, "HERE_AFTER", 0.05)
+    here = Here(fingerprint)
+    async with mesh(2) as m, joined(m.topology, local_fallback=here) as pipeline:
+        begun, later = trio.Event(), trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(read, pipeline, [3] * 20, 300, begun, later, exact=not fingerprint))
+            await begun.wait()
+            m.hosts[0].draining = True  # answers nobody
+            (held,) = m.hosts[0]._routes.values()
+            held.end.cancel()
+            with trio.fail_after(5):
+                await later.wait()
+            assert pipeline.return_route() == "memory"
+            assert pipeline.way.up
+            done = await pipeline.complete([5], max_tokens=10)  # a new one
+            assert (list(done.tokens), done.report.resumes) == (serial(mixed, [5], 10), 0)
+            pipeline.sink.on_lost(0, "what is lost already")  # type: ignore[misc]
+            assert pipeline.way.up
+            m.hosts[0].draining = False
+            with trio.fail_after(5):
+                while pipeline.return_route() == "memory":  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+            before = m.hosts[0].stage.counters.jobs
+        await generate(pipeline, [9], 20)
+        assert m.hosts[0].stage.counters.jobs > before
+        assert here.closed == 1
+        await lanes_free(m.hosts)
+
+
+async def test_a_fallback_with_other_bits_is_not_taken_where_bits_must_be_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failover, "HERE_AFTER", 0.05)
+    here = Here("other")
+    options = {"local_fallback": here, "same_bits": True, "queue_deadline": 0.5}
+    async with mesh(2) as m, joined(m.topology, **options) as pipeline:
+        m.hosts[0].draining = True
+        (held,) = m.hosts[0]._routes.values()
+        held.end.cancel()
+        with trio.fail_after(5):
+            while not here.closed:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+        with pytest.raises(StageLostError, match="no route"):
+            await pipeline.complete([1])
+
+
+def test_a_fallback_needs_the_whole_model_and_the_stages_own(tmp_path: Path) -> None:
+    model = tiny.write(tmp_path / "tiny.gguf", "llama")
+    own = StageDescriptor(read_slice(model).model_digest, (0, 6), 6, 8, 100, 1, 1)
+    LocalFallback(model).check([own])
+    with pytest.raises(HandshakeError, match="name their model"):
+        LocalFallback(model).check([evolve(own, model_digest="another")])
+    with pytest.raises(UsageError, match="holds layers 0:3 of 6"):
+        LocalFallback(slice_model(model, 0, 3)).check([own])
+
+
+@pytest.mark.slow
+async def test_the_model_itself_serves_here_while_a_stage_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failover, "HERE_AFTER", 0.1)
+    model = tiny.write(tmp_path / "tiny.gguf", "llama")
+    command = stage_command((0, 6), ["--model", str(model), "--context", "256"])
+    prompt = list(range(5, 25))
+    async with open_children([(0, 6)], [command], 120.0) as children:
+        first = list(children.places)
+        now = [first]
+        fallback = LocalFallback(model)
+        async with joined(
+            Topology(tuple(first)), vocabulary=Tokens(), places=lambda: now[0], local_fallback=fallback
+        ) as pipeline:
+            expected = await pipeline.complete(prompt, max_tokens=100)
+            assert expected.report.exact
+            tokens: list[int] = []
+            async with pipeline.generate(prompt, max_tokens=100) as generation:
+                async for piece in generation:
+                    tokens += piece.tokens
+                    if len(tokens) >= 10 and pipeline.way.generation == 1 and pipeline.way.up:
+                        os.kill(children.pids[0], signal.SIGKILL)
+                        while pipeline.way.up:  # noqa: ASYNC110
+                            await trio.sleep(0.01)
+                    if len(tokens) >= 20 and pipeline.way.generation == 2:
+                        assert pipeline.return_route() == "memory"
+                        with trio.fail_after(60):
+                            while children.places[0] == first[0]:  # noqa: ASYNC110
+                                await trio.sleep(0.01)
+                            now[0] = children.places
+                            while pipeline.way.generation == 2:  # noqa: ASYNC110
+                                await trio.sleep(0.01)
+                assert generation.report is not None
+            assert tuple(tokens) == expected.tokens
+            assert generation.report.resumes >= 1
+            assert generation.report.exact
+            assert pipeline.return_route() == "direct"
+            again = await pipeline.complete(prompt, max_tokens=100)
+            assert again.tokens == expected.tokens
 
 
 async def test_every_stage_is_lost_in_turn() -> None:

@@ -51,12 +51,14 @@ def _connected(configured: Configured) -> Opener:
             )
     for setting in settings().values():
         at_stage = setting.group == "engine" and setting.name not in ("lanes", "context")
-        if at_stage and configured.origins[setting.name] == setting.flag:
+        if at_stage and not chosen.local_fallback and configured.origins[setting.name] == setting.flag:
             raise UsageError(f"{setting.flag} is for the machines of the stages: give it to `meshpipe stage`")
+    topology = read_topology(chosen.topology)
     return partial(
         open_remote,
-        read_topology(chosen.topology),
+        topology,
         chosen.model,
+        local_fallback=chosen.fallback(chosen.model or topology.model),
         lanes=chosen.lanes if configured.given("lanes") else 1,
         context=chosen.context if configured.given("context") else 1,
         lock=chosen.topology_lock(),
@@ -80,6 +82,7 @@ def _spawned(configured: Configured, model: str) -> Opener:
         threads=chosen.threads,
         mtp=chosen.mtp,
         ready_deadline=chosen.ready_deadline,
+        local_fallback=chosen.fallback(model),
         **_remote_options(chosen),
     )
 

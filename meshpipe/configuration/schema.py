@@ -22,6 +22,7 @@ from meshpipe.llama.sampling import BOUNDS
 from meshpipe.messages import Sampling
 from meshpipe.pipeline.children import READY_DEADLINE
 from meshpipe.pipeline.coordinator import QUEUE_DEADLINE, RESUME_DEADLINE, STALL_DEADLINE
+from meshpipe.pipeline.fallback import LocalFallback
 from meshpipe.speculation.ngram import KINDS, LIMITS, NgramConfig
 from meshpipe.speculation.policy import DEPTHS, WIDTHS
 from meshpipe.speculation.settings import MODES, MTP_AT, MTP_MAX, MTP_TAIL, THREADS, Speculation
@@ -111,6 +112,12 @@ class Configuration:
         "pipeline",
         Switch(),
         "let no stage take over whose bits may differ; otherwise reports say so (exact: false)",
+        False,
+    )
+    local_fallback: bool = _setting(
+        "pipeline",
+        Switch(),
+        "serve from this process while a stage is lost and none takes its place; the whole model must be here",
         False,
     )
     max_round_trip: float | None = _setting(
@@ -279,6 +286,14 @@ class Configuration:
             "mtp": self.mtp,
             "options": EngineOptions(**self._like(EngineOptions)),
         }
+
+    def fallback(self, model: str | None) -> LocalFallback | None:
+        """What serves while stages are lost. Raises UsageError if no model is known."""
+        if not self.local_fallback:
+            return None
+        if model is None:
+            raise UsageError("local_fallback needs the model: name it with --model, or in the topology file")
+        return LocalFallback(model, self.threads, EngineOptions(**self._like(EngineOptions)))
 
     def speculation_settings(self) -> Speculation:
         """Raises UsageError for settings that contradict each other.

@@ -3,7 +3,8 @@
 What is lost is noticed by the links: at once when a connection ends, by heartbeats when it falls silent, by the
 sessions when no reply comes. Then the same stages are tried first, with little patience if there are others; the
 stage that cannot be reached gives way to the next of its standbys, in turn, and after a round of all choices
-there is a pause that doubles. Nobody goes back from a standby that works.
+there is a pause that doubles. Nobody goes back from a standby that works. Meanwhile stages of this process's own may
+serve (`meshpipe.pipeline.fallback`): they are a way like any other, until that to the others is whole again.
 
 The stages that take over must be able to do what those before did (model, lanes, context, rows). Whether they
 compute the same bits is what their fingerprints say; sessions put that into their reports.
@@ -19,6 +20,7 @@ from itertools import count
 import trio
 from attrs import frozen
 
+from meshpipe.actors.scope import owned_nursery
 from meshpipe.errors import ActorGoneError, HandshakeError, MeshpipeError, StageLostError
 from meshpipe.messages import Echo, StageDescriptor
 from meshpipe.pipeline.session import session_mailbox
@@ -36,6 +38,8 @@ HOPELESS = 2
 """Attempts that run out of time before a stage of this process's own is started anew."""
 PAUSES = (0.05, 2.0)
 """Seconds between rounds of attempts: at first, and at most."""
+HERE_AFTER = 2.0
+"""Seconds for which a way has been broken, and a round of attempts, before this process serves by itself."""
 HYSTERESIS = 1.25
 """By how much a pipeline that is formed anew may exceed the limit of its round trip."""
 
@@ -60,6 +64,10 @@ class Attempt:
 
 Join = Callable[[Attempt], AbstractAsyncContextManager[Joined]]
 """Joins the stages, holds them joined as long as the context lasts. Raises MeshpipeError, with the stage if known."""
+
+
+Here = Callable[[Sequence[StageDescriptor]], AbstractAsyncContextManager[Joined]]
+"""Joins stages of this process's own that can stand for those. Raises MeshpipeError."""
 
 
 class Candidates:
@@ -96,7 +104,7 @@ class Failover:
     and whether their caches may hold what they held. `on_hang` is told of a stage that has let `HOPELESS` attempts
     run out of time. `max_round_trip`: seconds that a round trip may take when
     the pipeline is formed (never later: jitter ends no session). `same_bits`: only stages that compute alike may take
-    over.
+    over. `here`: what serves while no others can be joined.
     """
 
     def __init__(
@@ -108,21 +116,27 @@ class Failover:
         max_round_trip: float | None = None,
         on_hang: Callable[[int], None] = lambda stage: None,
         same_bits: bool = False,
+        here: Here | None = None,
     ) -> None:
         self.way = way
+        self.serves_here = False
+        """Whether the way leads to this process's own stages."""
         self.adopt: Callable[[Sequence[StageDescriptor], float, bool], None] = lambda *_: None
         self._candidates = Candidates(places)
         self._join = join
         self._max_round_trip = max_round_trip
         self._on_hang = on_hang
         self._same_bits = same_bits
+        self._here = here
+        self._not_here = trio.CancelScope()  # ends what serves here, if anything does
+        self._caches_elsewhere = False
         self._lost = trio.Event()
         self._suspect = 0
         way.give_up = lambda reason: self.lost(self._suspect, reason)
 
     def lost(self, stage: int, reason: str) -> None:
         """A stage, or the link to it, is gone; the first word of it counts."""
-        if self.way.up:
+        if self.way.up and not self.serves_here:
             log.warning("stage %d is lost: %s", stage, reason)
             self._suspect = stage
             self.way.broke(f"stage {stage}: {reason}")
@@ -137,7 +151,8 @@ class Failover:
         try:
             known = await self._form_first(incarnations, task_status)
             while True:
-                known = await self._form_again(incarnations, known)
+                async with owned_nursery() as nursery:
+                    known = await self._form_again(incarnations, known, nursery)
         finally:
             self.way.close()
 
@@ -155,12 +170,13 @@ class Failover:
                 self._candidates.blame(stage)
                 left -= 1
 
-    async def _form_again(self, incarnations: count[int], known: Joined) -> Joined:
+    async def _form_again(self, incarnations: count[int], known: Joined, nursery: trio.Nursery) -> Joined:
         """Tries until the way was up once more, and lost again."""
         delay = 10 * known.round_trip
         patience = (QUICK if self._candidates.count(self._suspect) > 1 else STEADY) + delay
         pause, longest = PAUSES
         tried = hung = 0
+        here = self._here
         while True:
             began = trio.current_time()
             try:
@@ -175,6 +191,10 @@ class Failover:
                     self._on_hang(stage)
                     hung = 0
             patience = STEADY + delay
+            waited = trio.current_time() - self.way.since
+            if here is not None and waited > HERE_AFTER and tried >= self._candidates.count(stage):
+                nursery.start_soon(self._serve_here, here, known)
+                here = None
             if tried % self._candidates.count(stage) == 0:
                 await trio.sleep(pause)
                 pause = min(longest, 2 * pause)
@@ -187,20 +207,37 @@ class Failover:
         task_status: trio.TaskStatus[Joined] = trio.TASK_STATUS_IGNORED,
     ) -> Joined:
         """Joins the stages once and holds them until one is lost; returns what was joined."""
-        self._lost = trio.Event()
         async with self._join(Attempt(self._candidates.chosen(), patience, incarnation)) as joined:
             self._check_round_trip(joined, again=known is not None)
             same = False
             if known is not None:
                 check_successors(known.descriptors, joined.descriptors, same_bits=self._same_bits)
-                same = _instances(known) == _instances(joined)
+                same = _instances(known) == _instances(joined) and not self._caches_elsewhere
                 self.adopt(joined.descriptors, joined.round_trip, same)
                 log.warning("the stages are joined again")
-            fingerprints = tuple(descriptor.fingerprint for descriptor in joined.descriptors)
-            self.way.formed(joined.first, same_caches=same, fingerprints=fingerprints)
+            self._lost = trio.Event()
+            self.serves_here = self._caches_elsewhere = False
+            self.way.formed(joined.first, same_caches=same, fingerprints=_fingerprints(joined))
+            self._not_here.cancel()
             task_status.started(joined)
             await self._lost.wait()
         return joined
+
+    async def _serve_here(self, here: Here, known: Joined) -> None:
+        """Stages of this process are the way until others are joined again, or they cannot be had."""
+        log.warning("no other stages are found: loading the model here")
+        try:
+            with trio.CancelScope() as self._not_here:
+                async with here(known.descriptors) as joined:
+                    await trio.lowlevel.checkpoint_if_cancelled()  # others may have been quicker than loading
+                    check_successors(known.descriptors, joined.descriptors, same_bits=self._same_bits)
+                    self.adopt(joined.descriptors, joined.round_trip, False)
+                    self.serves_here = self._caches_elsewhere = True
+                    self.way.formed(joined.first, fingerprints=_fingerprints(joined))
+                    log.warning("serving from here until the stages are joined again")
+                    await trio.sleep_forever()
+        except MeshpipeError as error:
+            log.warning("cannot serve from here meanwhile: %s", error)
 
     def _check_round_trip(self, joined: Joined, *, again: bool) -> None:
         limit = self._max_round_trip
@@ -235,6 +272,10 @@ def check_successors(
             )
             error.stage = stage
             raise error
+
+
+def _fingerprints(joined: Joined) -> tuple[str, ...]:
+    return tuple(descriptor.fingerprint for descriptor in joined.descriptors)
 
 
 def _instances(joined: Joined) -> list[str]:

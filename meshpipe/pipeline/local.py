@@ -75,6 +75,28 @@ def _linked(
     return sending.ref
 
 
+async def load_stages(
+    model: str | Path,
+    ranges: Sequence[tuple[int, int]],
+    opened: ExitStack,
+    *,
+    mtp: bool,
+    **engine: Any,
+) -> list[LlamaRunner]:
+    """Loads the stages of layer ranges into this process; `opened` closes them.
+
+    `engine` are `StageEngine`'s options.
+    """
+    runners: list[LlamaRunner] = []
+    for start, stop in ranges:
+        path = await trio.to_thread.run_sync(partial(slice_model, model, start, stop, mtp=mtp))
+        loaded = await trio.to_thread.run_sync(partial(StageEngine, path, probe=True, mtp=mtp, **engine))
+        opened.callback(loaded.close)
+        runners.append(LlamaRunner(loaded))
+        opened.callback(runners[-1].close_all)
+    return runners
+
+
 @asynccontextmanager
 async def open_local(
     model: str | Path,
@@ -94,16 +116,8 @@ async def open_local(
     """
     boundaries = await trio.to_thread.run_sync(plan, model, split, engine.get("context", 4096), mtp)
     with ExitStack() as opened:
-        runners: list[LlamaRunner] = []
-        slices: list[Path] = []
-        for start, stop in pairwise(boundaries):
-            path = await trio.to_thread.run_sync(partial(slice_model, model, start, stop, mtp=mtp))
-            slices.append(path)
-            loaded = await trio.to_thread.run_sync(partial(StageEngine, path, probe=True, mtp=mtp, **engine))
-            opened.callback(loaded.close)
-            runners.append(LlamaRunner(loaded))
-            opened.callback(runners[-1].close_all)
-        vocabulary = await trio.to_thread.run_sync(Vocabulary, slices[0])
+        runners = await load_stages(model, list(pairwise(boundaries)), opened, mtp=mtp, **engine)
+        vocabulary = await trio.to_thread.run_sync(Vocabulary, runners[0].path)
         opened.callback(vocabulary.close)
         async with owned_nursery() as nursery:
             sink = ReturnSink()

@@ -23,6 +23,7 @@ from meshpipe.messages import Hello, StageDescriptor
 from meshpipe.pipeline.children import READY_DEADLINE, open_children, stage_command
 from meshpipe.pipeline.coordinator import QUEUE, QUEUE_DEADLINE, RESUME_DEADLINE, STALL_DEADLINE, Coordinator
 from meshpipe.pipeline.failover import Attempt, Failover, Joined, round_trip
+from meshpipe.pipeline.fallback import LocalFallback
 from meshpipe.pipeline.planning import Split, plan
 from meshpipe.pipeline.returns import ReturnRoute
 from meshpipe.pipeline.session import Reroute
@@ -62,6 +63,7 @@ async def open_remote(
     places: Callable[[], Sequence[StagePlace]] | None = None,
     on_hang: Callable[[int], None] = lambda stage: None,
     same_bits: bool = False,
+    local_fallback: LocalFallback | None = None,
     lock: Lock | None = None,
     nextn: str | Path | None = None,
 ) -> AsyncIterator[Coordinator]:
@@ -74,6 +76,7 @@ async def open_remote(
     stage, and to try each return route, the first time. `stall_deadline`, `resume_deadline`, `queue_deadline`,
     `queue`: see `Coordinator`. `same_bits`: a stage whose fingerprint is another one than that of the stage before it
     may not take over; otherwise the reports of the requests that go over say that they are not exact.
+    `local_fallback`: what serves from this process while a stage is lost and none takes its place.
     `max_round_trip`: seconds that a round trip may take when the pipeline is formed. `places` gives the stages'
     places of the moment, where they move; `on_hang` is told of a stage that nobody can join. `lock`: nothing else is
     joined than what it says. `nextn`: the file with which this process can draft, the model's, its last slice or its
@@ -114,9 +117,12 @@ async def open_remote(
                 max_round_trip=max_round_trip,
                 on_hang=on_hang,
                 same_bits=same_bits,
+                here=partial(local_fallback.joined, sink=sink) if local_fallback is not None else None,
             )
             joining.lost = sink.on_lost = failover.lost
             joined: Joined = await nursery.start(failover.run)
+            if local_fallback is not None:
+                await trio.to_thread.run_sync(local_fallback.check, joined.descriptors)
             if source.size != joined.descriptors[0].n_vocab:
                 raise HandshakeError(
                     f"the vocabulary has {source.size} tokens, the model of the stages "
@@ -142,8 +148,13 @@ async def open_remote(
             failover.adopt = coordinator.adopt
             if nextn is not None:
                 coordinator.hold_nextn(nextn)
-            coordinator.check_route = joining.check
-            coordinator.return_route = lambda: joining.kind
+
+            async def check() -> None:
+                if not failover.serves_here:
+                    await joining.check()
+
+            coordinator.check_route = check
+            coordinator.return_route = lambda: "memory" if failover.serves_here else joining.kind
             yield coordinator
     finally:
         if opened is not None:

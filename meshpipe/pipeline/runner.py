@@ -142,6 +142,7 @@ class LlamaRunner:
         self._samplers: dict[int, Sampler] = {}
         self._picked = 0
         slice_ = engine.slice
+        self.path = slice_.path
         self.descriptor = StageDescriptor(
             model_digest=slice_.model_digest,
             layers=(slice_.start, slice_.stop),
