@@ -130,6 +130,12 @@ def test_drafts_that_are_right_now_and_then_are_at_least_as_good_there() -> None
     assert rate(FAR, 0.5) > rate(Speculation(mode="mtp", mtp_at="last"), 0.5) > 1.5 * rate(OFF)
 
 
+def test_auto_leaves_it_where_it_does_not_pay() -> None:
+    off, auto = rate(OFF, 0.3, None), rate(Speculation(), 0.3, None)
+    assert auto > 0.97 * off
+    assert rate(Speculation(), 0.5) > 1.5 * rate(OFF)
+
+
 def test_it_is_sent_the_rows_of_the_tail_and_of_what_is_confirmed() -> None:
     nextn = SimulatedNextn(novel)
 

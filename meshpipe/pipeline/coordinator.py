@@ -52,6 +52,7 @@ from meshpipe.speculation.ledger import Ledger, Limits
 from meshpipe.speculation.ngram import SharedStore
 from meshpipe.speculation.policy import CostCurve, Pipe
 from meshpipe.speculation.settings import Speculation
+from meshpipe.speculation.worth import Worth
 from meshpipe.telemetry.spans import COORDINATOR, Kind, Recorder, Span
 from meshpipe.telemetry.trace import Trace
 from meshpipe.wire.endpoints import STEADY
@@ -193,6 +194,7 @@ class Coordinator:
         """Loads the model's NextN block into this process, where the coordinator has its file."""
         self._proposers = Proposers(nursery, sink, self._tracer.recorder)
         self._calibrations: defaultdict[str | Path | None, Calibration] = defaultdict(dict)  # by draft model
+        self._worths = defaultdict[str | Path | None, Worth](lambda: Worth(self.pipe))  # likewise
         self._nursery = nursery
         self._shared = shared
         self._numbers = count(secrets.randbits(40) << 20)
@@ -270,6 +272,7 @@ class Coordinator:
                 shared=self._shared,
                 mtp_at=mtp_at,
                 proposer=proposer,
+                worth=self._worths[speculation.draft] if speculation.mode == "auto" else None,
                 calibration=self._calibrations[speculation.draft],
             )
             self.sink.register(number, mailbox.ref)

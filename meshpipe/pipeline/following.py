@@ -15,6 +15,7 @@ comes after (`hidden_from`).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from meshpipe.actors import Ref
@@ -24,12 +25,14 @@ from meshpipe.pipeline.proposer import Told
 from meshpipe.speculation.composite import Composite
 from meshpipe.speculation.ledger import Ledger
 from meshpipe.speculation.policy import Pace
+from meshpipe.speculation.worth import Worth
 
 
 class Following:
     """One session's proposer. `made`: by source, the tokens that it proposed and the seconds that it computed.
 
-    `hidden_from`: the position of the first hidden row that is still wanted; None: none is.
+    `hidden_from`: the position of the first hidden row that is still wanted; None: none is. `worth` says when it pays
+    to draft, None: always; `sessions` how many share the pipe.
     """
 
     def __init__(
@@ -41,6 +44,8 @@ class Following:
         lane: int,
         sampling: Sampling,
         hidden_from: int | None = None,
+        worth: Worth | None = None,
+        sessions: Callable[[], int] = lambda: 1,
     ) -> None:
         self.made: dict[str, tuple[int, float]] = {}
         self.hidden_from = hidden_from
@@ -49,6 +54,9 @@ class Following:
         self._ledger = ledger
         self._composite = composite
         self._pace = pace
+        self._worth = worth
+        self._sessions = sessions
+        self._offered: dict[int, int] = {}  # by position: tokens that it proposed
         self._line = 0  # how often it was cut
         self._known = 0  # positions up to which the proposer knows the line
         self._last: Follow | None = None
@@ -58,8 +66,11 @@ class Following:
         """Gives the session's composite what came in time."""
         made, seconds = self.made.get(proposal.source, (0, 0.0))
         self.made[proposal.source] = made + len(proposal.tokens), seconds + proposal.seconds
+        if self._worth is not None:
+            self._worth.drafted(len(proposal.tokens), proposal.seconds)
         if proposal.line != self._line:
             return
+        self._offered.update(enumerate(proposal.tokens, proposal.start))
         self._composite.offer(proposal)
         stop = proposal.start + len(proposal.tokens)
         if self._composite.tokens(proposal.start, stop) == list(proposal.tokens):
@@ -76,6 +87,18 @@ class Following:
             stop = start + len(rows)
             self._rows.append(Hidden(self._ledger.session, stop - len(fresh), fresh))
             self.hidden_from = stop
+
+    def committed(self, start: int, tokens: Sequence[int]) -> None:
+        """Tokens were committed at the positions from `start` on: what was proposed there was right, or not."""
+        if self._worth is None:
+            return
+        self._worth.committed(len(tokens))
+        for position, token in enumerate(tokens, start):
+            guess = self._offered.pop(position, None)
+            if guess is not None:
+                self._worth.acceptance.judge(guess == token)
+            if guess != token:
+                self._offered.clear()
 
     def cut(self) -> None:
         """What follows the last committed token but one is not what the proposer thinks, or may not be."""
@@ -114,6 +137,8 @@ class Following:
     def _limit(self, end: int) -> int:
         """Position below which tokens are wanted."""
         ledger = self._ledger
+        if self._worth is not None and not self._worth.pays(self._sessions()):
+            return end
         sure = self._composite.reach(self._pace.least)
         if sure < end or sure - ledger.horizon >= self._reserve:
             return end

@@ -54,6 +54,7 @@ from meshpipe.speculation.ledger import Commit, Ledger
 from meshpipe.speculation.ngram import NgramProposer, SharedStore
 from meshpipe.speculation.policy import Pace, Pipe
 from meshpipe.speculation.settings import Speculation
+from meshpipe.speculation.worth import Worth
 from meshpipe.telemetry.observers import Observer
 from meshpipe.telemetry.spans import COORDINATOR, Cause, Kind, Recorder, Span
 
@@ -134,7 +135,8 @@ def _queue_of(message: SessionMessage) -> str:
 class Request:
     """What a session is asked to do, checked and tokenized.
 
-    `mtp_at`: where native MTP drafts, "last" or "coordinator", if it does; `proposer`: who runs ahead, if anyone.
+    `mtp_at`: where native MTP drafts, "last" or "coordinator", if it does; `proposer`: who runs ahead, if anyone,
+    and `worth` when it does if it need not always.
     """
 
     ledger: Ledger
@@ -147,6 +149,7 @@ class Request:
     shared: SharedStore | None = None
     mtp_at: str | None = None
     proposer: Ref[Told] | None = None
+    worth: Worth | None = None
     calibration: Calibration | None = None
 
 
@@ -218,6 +221,8 @@ class Session(Actor[SessionMessage]):
                 max(0, self._ledger.frontier - speculation.mtp_tail)
                 if request.mtp_at == "coordinator"
                 else None,
+                request.worth,
+                lambda: around.credits.sessions,
             )
         self._fixed_depth = speculation.depth != "auto"
         self._ledger.credits = 1_000_000  # the pace and the scheduler decide
@@ -513,6 +518,8 @@ class Session(Actor[SessionMessage]):
     def _offer_drafts(self, commit: Commit) -> None:
         """What the reply that has retired brought for drafts: native MTP's own, or the rows for them."""
         self._drafting.committed(commit.start, commit.tokens)
+        if self._following is not None:
+            self._following.committed(commit.start, commit.tokens)
         reply = self._drafts.pop(commit.number, None)
         if commit.diverged:
             self._drafts.clear()
