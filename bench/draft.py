@@ -66,5 +66,5 @@ async def run(count: int, repetitions: int) -> tuple[list[Row], list[Row]]:
 def main(arguments: list[str]) -> None:
     """The command line."""
     options = report.parser("draft", __doc__).parse_args(arguments)
-    rows, figures = trio.run(run, 24 if options.quick else 256, 1 if options.quick else 3)
+    rows, figures = trio.run(run, 24 if options.quick else 128, 1 if options.quick else 3)
     report.finish(options, rows, figures, COLUMNS)

@@ -26,7 +26,7 @@ from bench.rig import EVEN, Rig, open_rig
 from meshpipe import Coordinator, Speculation
 
 DELAY = 100
-NOVEL = 48  # tokens of novel text in a final
+NOVEL = 24  # tokens of novel text in a final
 COLUMNS = (
     "model", "part", "workload", "contender", "delay_ms", "depth_asked", "width_asked", "decode_tps", "decode_tps_low",
     "decode_tps_high", "tokens", "depth", "width", "ngram_acceptance", "mtp_acceptance", "stale_tokens", "occupancy",
@@ -45,17 +45,17 @@ class Part:
     depths: Sequence[int]
     widths: Sequence[int]
     final: bool
-    seconds: float = 2.0
+    seconds: float = 1.2
     repetitions: int = 3
 
 
 FULL = (
     Part("SmolLM2", "draftable", "ngram", DELAY, (1, 2, 4, 8, 16), (1, 2, 4, 8), True),
     Part("SmolLM2", "novel", "ngram", DELAY, (1, 2, 4, 8, 16), (1, 2, 4, 8), True),
-    Part("NextN", "draftable", "mtp+ngram", DELAY, (2, 4, 16), (4, 8), True),
-    Part("NextN", "novel", "mtp", DELAY, (1, 2, 4), (1, 2, 4), True),
+    Part("NextN", "draftable", "mtp+ngram", DELAY, (4, 16), (4, 8), True),
+    Part("NextN", "novel", "mtp", DELAY, (1, 2), (1, 2, 4), True),
     *(
-        Part("NextN", workload, mode, delay, (1, 4), (1, 4), False)
+        Part("NextN", workload, mode, delay, (1, 4), (4,), False)
         for delay in (0, 50)
         for workload, mode in (("draftable", "mtp+ngram"), ("novel", "mtp"))
     ),
@@ -84,12 +84,12 @@ def cell(rig: Rig, pipe: Coordinator, part: Part, name: str, task: Task, specula
 
 
 def shortened(pipe: Coordinator, task: Task, seconds: float, speculation: Speculation) -> Task:
-    """As many tokens as a pair can generate in that time at best, 8 at least; auto may do all that the pipe can."""
+    """As many tokens as a pair can generate in that time at best, 6 at least; auto may do all that the pipe can."""
     depth = 16 if speculation.depth == "auto" else speculation.depth
     width = 8 if speculation.width == "auto" else speculation.width
     ahead = task.name == "draftable"
     rate = min((depth * width if ahead else 1) / pipe.pipe.latency(width), width / pipe.pipe.slowest(width))
-    return evolve(task, count=min(task.count, max(8, int(rate * seconds))))
+    return evolve(task, count=min(task.count, max(6, int(rate * seconds))))
 
 
 async def measured(rig: Rig, pipe: Coordinator, part: Part) -> tuple[list[Row], list[Row]]:

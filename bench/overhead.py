@@ -78,5 +78,5 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
 def main(arguments: list[str]) -> None:
     """The command line."""
     options = report.parser("overhead", __doc__).parse_args(arguments)
-    rows, figures = trio.run(run, *((96, 1) if options.quick else (192, 5)))
+    rows, figures = trio.run(run, *((96, 1) if options.quick else (128, 5)))
     report.finish(options, rows, figures, COLUMNS, plot)

@@ -184,7 +184,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--tokens", type=int, help="of every answer")
     parser.add_argument("--prompts", type=int, help="of every category, at most")
     options = parser.parse_args(arguments)
-    most = options.prompts or (1 if options.quick else 3)
+    most = options.prompts or 1
     chosen: dict[str, list[Prompt]] = {}
     for prompt in read(options.speed_bench or DATA):
         if len(of := chosen.setdefault(prompt.category, [])) < most:
@@ -192,5 +192,5 @@ def main(arguments: list[str]) -> None:
     if options.quick:
         chosen = {name: of for name, of in chosen.items() if name in ("qa", "edit-this-file")} or chosen
     prompts = [prompt for of in chosen.values() for prompt in of]
-    rows = trio.run(run, prompts, options.tokens or (16 if options.quick else 64), (1, 8))
+    rows = trio.run(run, prompts, options.tokens or (16 if options.quick else 24), (1, 8))
     report.finish(options, rows, [], COLUMNS, plot)

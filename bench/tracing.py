@@ -241,5 +241,5 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
 def main(arguments: list[str]) -> None:
     """The command line."""
     options = report.parser("tracing", __doc__).parse_args(arguments)
-    rows, figures = trio.run(run, *((1, 12) if options.quick else (5, 15)))
+    rows, figures = trio.run(run, *((1, 12) if options.quick else (4, 15)))
     report.finish(options, rows, figures, COLUMNS, plot)
