@@ -4,8 +4,8 @@ A slow pair generates fewer tokens than 1,024 of the draftable text, so that eac
 says how many. The best fixed pair of each workload is measured again, in turn with `auto`, in the rows of the part
 *final*: the best of many noisy cells looks better than it is. A prompt is computed once and then reused.
 
-Native MTP is measured on SmolLM2 with a NextN block (`model`), on a coarser grid; at 0 and 50 ms `auto` is one of
-its cells, and there is no final.
+Native MTP is measured on SmolLM2 with a NextN block at the coordinator (`model`), on a coarser grid; at 0 and 50 ms
+`auto` is one of its cells, and there is no final.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ FULL = (
     Part("SmolLM2", "draftable", "ngram", DELAY, (1, 2, 4, 8, 16), (1, 2, 4, 8), True),
     Part("SmolLM2", "novel", "ngram", DELAY, (1, 2, 4, 8, 16), (1, 2, 4, 8), True),
     Part("NextN", "draftable", "mtp+ngram", DELAY, (4, 16), (4, 8), True),
-    Part("NextN", "novel", "mtp", DELAY, (1, 2), (1, 2, 4), True),
+    Part("NextN", "novel", "mtp", DELAY, (1, 2, 4), (1, 2), True),
     *(
         Part("NextN", workload, mode, delay, (1, 4), (4,), False)
         for delay in (0, 50)

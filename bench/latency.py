@@ -5,7 +5,8 @@ between the stages and on the return. llama.cpp's RPC backend has the same layer
 the same kind of proxy, the delay each way. What goes token by token is measured on fewer tokens (`tokens`), and at most
 delays on novel text only: its speed does not depend on what the text says.
 
-Native MTP, and what is measured beside it, runs on SmolLM2 with a NextN block (`model`; docs/mtp_model.md).
+Native MTP, and what is measured beside it, runs on SmolLM2 with a NextN block (`model`; docs/mtp_model.md): at the
+coordinator, if nothing else is said.
 `overlapped` is the share of the decode time with two or more windows in flight, `latency_ms` a whole request's time.
 """
 
@@ -22,7 +23,7 @@ from attrs import evolve, frozen
 
 from bench import measure, prompts, report
 from bench.balance import balanced
-from bench.measure import AUTO, MTP, MTP_NGRAM, NGRAM, OFF, Cell, Row
+from bench.measure import AUTO, MTP, MTP_LAST, MTP_NGRAM, NGRAM, OFF, Cell, Row
 from bench.models.smollm2_mtp import assemble
 from bench.rig import EVEN, Peer, Rig, open_rig
 from meshpipe import Coordinator, Speculation
@@ -54,10 +55,12 @@ PLAIN = (
     Contender("serial", OFF),
     Contender("n-gram", NGRAM, 0),
 )
+LAST = ("mtp at the last stage, depth 1", "mtp at the last stage")
 NEXTN = (
     Contender("serial", OFF),
     Contender("auto", AUTO, 0),
-    Contender("mtp, depth 1", evolve(MTP, depth=1), ROUND),
+    Contender(LAST[0], evolve(MTP_LAST, depth=1), ROUND),
+    Contender(LAST[1], MTP_LAST, ROUND),
     Contender("mtp", MTP, ROUND),
     Contender("mtp+ngram", MTP_NGRAM, 0),
     Contender("n-gram", NGRAM, 0),
@@ -94,15 +97,8 @@ FULL = (
     Part("SmolLM2", PLAIN, "novel", (0, 100), 4, 3.7),
     Part("SmolLM2", only(PLAIN, "n-gram"), "draftable", (10, 25, 50, 150), 3, 1.0),
     Part("SmolLM2", PLAIN, "novel", (10, 25, 50, 150), 3, 1.5),
-    Part(
-        "NextN",
-        only(NEXTN, "serial", "mtp, depth 1", "mtp", "mtp+ngram", "n-gram"),
-        "draftable",
-        (100,),
-        4,
-        2.5,
-    ),
-    Part("NextN", only(NEXTN, "serial", "mtp", "mtp+ngram", "n-gram"), "novel", (100,), 4, 3.7),
+    Part("NextN", only(NEXTN, "serial", *LAST, "mtp", "mtp+ngram", "n-gram"), "draftable", (100,), 4, 2.5),
+    Part("NextN", only(NEXTN, "serial", LAST[1], "mtp", "mtp+ngram"), "novel", (100,), 4, 3.7),
     Part("NextN", only(NEXTN, "serial", "auto", "mtp", "mtp+ngram"), "novel", (0,), 6, 2.0),
     Part("NextN", only(NEXTN, "serial", "mtp", "mtp+ngram"), "draftable", (0, 50), 3, 1.5),
     Part("NextN", only(NEXTN, "serial", "mtp", "mtp+ngram"), "novel", (50,), 3, 2.0),
@@ -197,7 +193,7 @@ RATIOS: tuple[tuple[float, Key, Key], ...] = (
     at_least(1.1, "SmolLM2", "novel", 0, "serial", RPC),
     at_least(0.98, "SmolLM2", "novel", 100, "n-gram", "serial"),
     at_least(1.0, "SmolLM2", "novel", 100, "serial", RPC),
-    at_least(8, "NextN", "draftable", 100, "mtp+ngram", "mtp, depth 1"),
+    at_least(8, "NextN", "draftable", 100, "mtp+ngram", LAST[0]),
     at_least(0.98, "NextN", "draftable", 100, "mtp+ngram", "n-gram"),
     at_least(1.4, "NextN", "novel", 100, "mtp", "serial"),
     at_least(0.97, "NextN", "novel", 0, "auto", "serial"),

@@ -20,6 +20,7 @@ OFF = Speculation(mode="off")
 NGRAM = Speculation(mode="ngram")
 AUTO = Speculation(mode="auto")
 MTP = Speculation(mode="mtp")
+MTP_LAST = Speculation(mode="mtp", mtp_at="last")
 MTP_NGRAM = Speculation(mode="mtp+ngram")
 SPREAD = ("decode_tps", "tpot_ms", "ttft_ms")
 """Columns that also get `_low` and `_high`: the range over the repetitions."""

@@ -26,6 +26,7 @@ from attrs import define, field, frozen
 
 from meshpipe import Coordinator, Pipeline, StagePlace, Topology
 from meshpipe.llama.inspection import plan_split
+from meshpipe.llama.nextn import has_nextn
 from meshpipe.llama.slicing import slice_model
 from meshpipe.llama.vocabulary import Vocabulary
 
@@ -171,6 +172,7 @@ class Rig:
             lanes=stages.lanes,
             context=stages.context,
             stall_deadline=120.0,
+            nextn=self.model if has_nextn(self.model) else None,
         )
         pipe = await self._stack.enter_async_context(opened)
         await self.settle(delay_ms or 0.0)
