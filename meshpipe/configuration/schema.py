@@ -163,6 +163,9 @@ class Configuration:
     offload_kqv: bool | None = _engine("offload_kqv", Switch(), "keep the cache on the GPU")
     op_offload: bool | None = _engine("op_offload", Switch(), "let the GPU compute for layers in main memory")
     batch: int = _engine_integer("batch", "most rows of a decode where exactness is not asked for")
+    memory_limit: float | None = _engine(
+        "memory_limit", Number(0), "main memory that a stage may take, in GiB", "what is there"
+    )
     repack: bool = _engine("repack", Switch(), "CPU weight repacking, after a trial in a child process")
 
     speculation: str = _setting(

@@ -198,6 +198,21 @@ def trunk_layers(header: Header) -> int:
     return layers
 
 
+def cache_elements(header: Header, layer: int) -> tuple[int, int]:
+    """Keys and values, in numbers, that a layer's cache holds for each position; none for a layer without attention."""
+
+    def at(key: str, default: int) -> int:
+        found = header.get(key, default)
+        return int(found[layer] if isinstance(found, list) else found)
+
+    heads = at(".attention.head_count", 0)
+    if not heads:
+        return 0, 0
+    width = header.integer(".embedding_length") // heads
+    groups = at(".attention.head_count_kv", heads)
+    return groups * at(".attention.key_length", width), groups * at(".attention.value_length", width)
+
+
 def nextn_layers(header: Header) -> int:
     """Number of NextN (multi-token prediction) layers behind the trunk."""
     return header.integer(".nextn_predict_layers", 0)

@@ -38,6 +38,7 @@ from llama_cpp import llama_cpp_ext
 
 from meshpipe.errors import CapacityError, EngineError, UsageError
 from meshpipe.llama import architectures, bindings
+from meshpipe.llama.memory import check_fits, need
 from meshpipe.llama.mtp import Mtp, load_mtp
 from meshpipe.llama.options import EngineOptions
 from meshpipe.llama.slicing import Slice, read_slice, slice_nextn
@@ -139,6 +140,15 @@ class StageEngine:
         self._tap: Tap | None = None
         if options.repack:
             options.require_repack_survives(self.slice.path)
+        takes = need(
+            self.slice.path,
+            lanes=lanes,
+            cells=self._cells,
+            keys=options.cache_type_k,
+            values=options.cache_type_v,
+        )
+        what = f"a stage of layers {self.slice.start}:{self.slice.stop} with {lanes} lanes × {context} tokens"
+        check_fits(takes, options.memory_budget(), what)
         mtp = mtp and self.slice.is_last and self.slice.draft_heads > 0
         apart = architectures.drafts_apart(self.slice.architecture)
         self._model = options.load(self.slice.path, mtp=mtp and not apart)
@@ -175,9 +185,14 @@ class StageEngine:
         if probe:
             self._probe(exact)
 
+    @property
+    def _cells(self) -> int:
+        """Positions of a lane's cache as llama.cpp rounds them, with one more for a spare row."""
+        return -(-(self.context + 1) // 256) * 256
+
     def _make_context(self, options: EngineOptions) -> object:
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = self.lanes * (-(-(self.context + 1) // 256) * 256)  # one more for a spare row
+        params.n_ctx = self.lanes * self._cells
         params.n_batch = params.n_ubatch = self._capacity
         params.n_seq_max = self.lanes
         params.n_threads = params.n_threads_batch = self.threads

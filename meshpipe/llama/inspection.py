@@ -129,7 +129,9 @@ def describe(header: Header) -> ModelInfo:
         layer_bytes=tuple(sum(t.size for t in tensors) for tensors in by_layer),
         layer_active_bytes=tuple(_active(header, tensors) for tensors in by_layer),
         nextn_bytes=sum(t.size for t in header.tensors.values() if t.layer is not None and t.layer >= layers),
-        layer_cache_bytes=tuple(_cache_bytes(header, layer) for layer in range(layers)),
+        layer_cache_bytes=tuple(
+            _CACHE_ELEMENT * sum(architectures.cache_elements(header, layer)) for layer in range(layers)
+        ),
         refusal=architectures.refusal(header),
         cut_period=architectures.cut_period(header),
         tested=architectures.row(header).tested,
@@ -174,20 +176,6 @@ def _active(header: Header, tensors: list[Tensor]) -> int:
     used = header.get(".expert_used_count", 0)
     share = (max(used) if isinstance(used, list) else used) / experts if experts else 1.0
     return int(sum(t.size * (share if "_exps" in t.name else 1.0) for t in tensors))
-
-
-def _cache_bytes(header: Header, layer: int) -> int:
-    def at(key: str, default: int) -> int:
-        found = header.get(key, default)
-        return int(found[layer] if isinstance(found, list) else found)
-
-    heads = at(".attention.head_count", 0)
-    if not heads:
-        return 0
-    width = header.integer(".embedding_length") // heads
-    groups = at(".attention.head_count_kv", heads)
-    both = at(".attention.key_length", width) + at(".attention.value_length", width)
-    return groups * both * _CACHE_ELEMENT
 
 
 def _size(count: float) -> str:

@@ -19,6 +19,7 @@ from attrs import Attribute, field, frozen
 from meshpipe.errors import EngineError, ModelError, UsageError
 from meshpipe.llama import bindings
 from meshpipe.llama.machine import devices
+from meshpipe.llama.memory import available
 from meshpipe.llama.progress import report, watched
 
 CACHE_TYPES = {
@@ -58,7 +59,8 @@ class EngineOptions:
     `devices` are names as `llama-server --list-devices` prints them; an unknown one is an error that lists all.
     `batch` is the most rows of a decode when exactness is not asked for. `repack` turns on the CPU's extra
     buffer types (AMX, weight repacking): faster prefill, other bits, and on some machines a crash, hence a
-    trial in a child process first.
+    trial in a child process first. `memory_limit` is what a stage may take of main memory, in GiB; None: what is
+    there. Nothing is checked where llama.cpp may use a GPU's.
     """
 
     n_gpu_layers: int | None = field(default=None, validator=_integer)
@@ -82,6 +84,13 @@ class EngineOptions:
     op_offload: bool | None = None
     batch: int = field(default=512, validator=_integer)
     repack: bool = False
+    memory_limit: float | None = None
+
+    def memory_budget(self) -> int | None:
+        """Bytes of main memory that a stage may take now; None: any."""
+        if llama_cpp.llama_supports_gpu_offload() and self.n_gpu_layers != 0:
+            return None
+        return available() if self.memory_limit is None else int(self.memory_limit * 2**30)
 
     @property
     def scales_rope(self) -> bool:

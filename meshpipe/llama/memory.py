@@ -1,0 +1,85 @@
+"""Whether what a stage keeps in main memory fits it: its weights, and a cache for every lane."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from attrs import frozen
+
+from meshpipe.errors import CapacityError
+from meshpipe.llama import architectures
+from meshpipe.llama.gguf import read_header
+
+# Bytes of an element, by llama.cpp's name of the type (of blocks of 32 elements, their scales included).
+_ELEMENT = {
+    "f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_1": 20 / 32, "q5_0": 22 / 32,
+    "q5_1": 24 / 32, "iq4_nl": 18 / 32,
+}  # fmt: skip
+
+
+@frozen
+class Need:
+    """Bytes that a stage keeps: what its file takes on the disk, and the caches of all lanes."""
+
+    weights: int
+    cache: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.weights + self.cache
+
+
+def need(path: Path, *, lanes: int, cells: int, keys: str = "f16", values: str = "f16") -> Need:
+    """What a stage of this file takes with so many lanes of `cells` positions, and these types of cache."""
+    header = read_header(path)
+    elements = [
+        architectures.cache_elements(header, layer) for layer in range(architectures.trunk_layers(header))
+    ]
+    position = sum(k * _ELEMENT[keys] + v * _ELEMENT[values] for k, v in elements)
+    files = {tensor.path for tensor in header.tensors.values()}
+    stored = sum(min(_stored(file), file.stat().st_size) for file in files)
+    return Need(stored, int(lanes * cells * position))
+
+
+def check_fits(need: Need, budget: int | None, what: str) -> None:
+    """Raises CapacityError if `what` needs more than the budget in bytes (None: nothing is known)."""
+    if budget is not None and need.total > budget:
+        raise CapacityError(
+            f"{what} needs {_gib(need.weights)} for weights and {_gib(need.cache)} for caches, and {_gib(budget)} of "
+            "memory are there: take fewer lanes, less context, a smaller cache type or fewer layers, or say with "
+            "memory_limit how much may be used"
+        )
+
+
+def available(root: Path = Path("/")) -> int | None:
+    """Bytes of main memory that can be had now: of this machine, and of its control group. None: not known.
+
+    Where only the size of the memory can be found out, that.
+    """
+    found: list[int] = []
+    with suppress(OSError, ValueError):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    if not found:
+        with suppress(OSError, ValueError, AttributeError):  # no such call on Windows
+            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with suppress(OSError, ValueError):
+        limit = int((root / "sys/fs/cgroup/memory.max").read_text())
+        used = dict(
+            line.split()[:2] for line in (root / "sys/fs/cgroup/memory.stat").read_text().splitlines()
+        )
+        found.append(max(0, limit - int(used["anon"])))
+    return min(found, default=None)
+
+
+def _stored(file: Path) -> int:
+    """Slices are sparse files: what was cut away takes nothing."""
+    blocks: int | None = getattr(file.stat(), "st_blocks", None)
+    return file.stat().st_size if blocks is None else 512 * blocks
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**24 else f"{size / 2**20:.1f} MiB"
