@@ -21,9 +21,8 @@ from typing import Any, TypeVar
 
 from meshpipe.errors import UsageError
 from meshpipe.pipeline.coordinator import Completion, Coordinator
-from meshpipe.pipeline.report import Report
 from meshpipe.pipeline.session import Piece
-from meshpipe.portal import Facade, Feed, Portal
+from meshpipe.portal import Delivered, Facade, Feed, Portal, Stream
 
 T = TypeVar("T")
 
@@ -92,7 +91,7 @@ class Pipeline(Facade):
         return await self.run(lambda coordinator: coordinator.round_trip())
 
 
-class Generation:
+class Generation(Stream):
     """One request's output: an async iterator of pieces, the last of which carries the report.
 
     Leaving the `async with` block, `cancel`, or dropping the object ends the request. A `__anext__` that is
@@ -100,11 +99,11 @@ class Generation:
     """
 
     def __init__(self, portal: Portal, options: dict[str, Any]) -> None:
-        self.report: Report | None = None
+        super().__init__()
         loop = asyncio.get_running_loop()
-        pieces = self._pieces = asyncio.Queue[Piece | BaseException | None]()
+        pieces = self._pieces = asyncio.Queue[Delivered]()
 
-        def deliver(piece: Piece | BaseException | None) -> None:
+        def deliver(piece: Delivered) -> None:
             with suppress(RuntimeError):  # the loop is closed: nobody reads
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
@@ -121,19 +120,10 @@ class Generation:
         return self
 
     async def __anext__(self) -> Piece:
-        piece = await self._pieces.get()
-        if not isinstance(piece, Piece):
-            self._pieces.put_nowait(piece)  # for whoever asks again
-            if piece is None:
-                raise StopAsyncIteration
-            raise piece
-        if piece.report is not None:
-            self.report = piece.report
+        piece = self._taken(await self._pieces.get(), self._pieces.put_nowait)
+        if piece is None:
+            raise StopAsyncIteration
         return piece
-
-    def cancel(self) -> None:
-        """Ends the request; what was committed already can still be read."""
-        self._feed.cancel()
 
     async def __aenter__(self) -> Generation:
         try:
@@ -145,7 +135,3 @@ class Generation:
 
     async def __aexit__(self, *_: object) -> None:
         self.cancel()
-
-    def __del__(self) -> None:
-        if "_feed" in vars(self):
-            self.cancel()

@@ -20,9 +20,8 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from meshpipe.pipeline.coordinator import Completion, Coordinator
-from meshpipe.pipeline.report import Report
 from meshpipe.pipeline.session import Piece
-from meshpipe.portal import Facade, Feed, Portal
+from meshpipe.portal import Delivered, Facade, Feed, Portal, Stream
 
 T = TypeVar("T")
 
@@ -79,15 +78,15 @@ class Pipeline(Facade):
         return self.run(lambda coordinator: coordinator.round_trip())
 
 
-class Generation:
+class Generation(Stream):
     """One request's output: an iterator of pieces, the last of which carries the report.
 
     Leaving the `with` block, `cancel`, or dropping the object ends the request. One thread may iterate.
     """
 
     def __init__(self, portal: Portal, options: dict[str, Any]) -> None:
-        self.report: Report | None = None
-        self._pieces: SimpleQueue[Piece | BaseException | None] = SimpleQueue()
+        super().__init__()
+        self._pieces: SimpleQueue[Delivered] = SimpleQueue()
         self._feed = Feed(portal, options, self._pieces.put)
         try:
             self.prompt_tokens = self._feed.started.result()
@@ -99,29 +98,16 @@ class Generation:
         return self
 
     def __next__(self) -> Piece:
-        piece = self._pieces.get()
-        if not isinstance(piece, Piece):
-            self._pieces.put(piece)  # for whoever asks again
-            if piece is None:
-                raise StopIteration
-            raise piece
-        if piece.report is not None:
-            self.report = piece.report
+        piece = self._taken(self._pieces.get(), self._pieces.put)
+        if piece is None:
+            raise StopIteration
         return piece
-
-    def cancel(self) -> None:
-        """Ends the request; what was committed already can still be read."""
-        self._feed.cancel()
 
     def __enter__(self) -> Generation:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.cancel()
-
-    def __del__(self) -> None:
-        if "_feed" in vars(self):
-            self.cancel()
 
 
 def _result(future: Future[T]) -> T:

@@ -21,10 +21,13 @@ from meshpipe.errors import StageLostError, UsageError
 from meshpipe.pipeline.coordinator import Coordinator, Generation
 from meshpipe.pipeline.local import open_local
 from meshpipe.pipeline.remote import open_remote, open_spawned
+from meshpipe.pipeline.report import Report
 from meshpipe.pipeline.session import Piece
 
 T = TypeVar("T")
 F = TypeVar("F", bound="Facade")
+Delivered = Piece | BaseException | None
+"""A piece; at the very end None, or the failure."""
 NOT_OPEN = "the pipeline is not open: enter it first (with, async with, or open())"
 Opener = Callable[[], AbstractAsyncContextManager[Coordinator]]
 
@@ -179,13 +182,11 @@ class Facade:
 class Feed:
     """One request: its pieces, and at last how it ended, are handed to `deliver` in the pipeline's thread.
 
-    `deliver` takes a Piece, or at the very end None or an exception. `started` has the prompt's tokens once the
+    `started` has the prompt's tokens once the
     request is under way.
     """
 
-    def __init__(
-        self, portal: Portal, options: dict[str, Any], deliver: Callable[[Piece | BaseException | None], None]
-    ) -> None:
+    def __init__(self, portal: Portal, options: dict[str, Any], deliver: Callable[[Delivered], None]) -> None:
         self.started: Future[tuple[int, ...]] = Future()
         self._portal = portal
         self._options = options
@@ -205,7 +206,9 @@ class Feed:
             self._ended.cancel()
 
     async def _pump(self, coordinator: Coordinator) -> None:
-        async with coordinator.generate(**self._options) as self._generation:
+        options = dict(self._options)
+        tokens = await coordinator.tokenize(options.pop("prompt", None), options.pop("messages", None))
+        async with coordinator.generate(tokens, **options) as self._generation:
             self.started.set_result(self._generation.prompt_tokens)
             async for piece in self._generation:
                 self._deliver(piece)
@@ -215,6 +218,36 @@ class Feed:
         with suppress(InvalidStateError):
             self.started.set_exception(error or StageLostError("the request was cancelled before it began"))
         self._deliver(error)
+
+
+class Stream:
+    """What the generations of `aio` and `blocking` have in common; they make `_feed`."""
+
+    _feed: Feed
+
+    def __init__(self) -> None:
+        self.report: Report | None = None
+
+    def _taken(self, piece: Delivered, again: Callable[[Delivered], None]) -> Piece | None:
+        """A piece that was delivered; None at the end of the output, and raises its failure.
+
+        The end is put back by `again`, for whoever asks once more.
+        """
+        if isinstance(piece, Piece):
+            self.report = piece.report or self.report
+            return piece
+        again(piece)
+        if piece is not None:
+            raise piece
+        return None
+
+    def cancel(self) -> None:
+        """Ends the request; what was committed already can still be read."""
+        self._feed.cancel()
+
+    def __del__(self) -> None:
+        if "_feed" in vars(self):
+            self.cancel()
 
 
 def _fail(future: Future[Any]) -> None:

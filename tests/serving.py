@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -51,10 +52,12 @@ class Served:
 
 
 @asynccontextmanager
-async def served(pipeline: Coordinator, **options: Any) -> AsyncIterator[Served]:
+async def served(
+    pipeline: Coordinator, *, listener: socket.socket | None = None, **options: Any
+) -> AsyncIterator[Served]:
     """Serves on a port that the kernel chooses."""
     service = Service(pipeline, MODEL, **options)
-    listener = open_listener("127.0.0.1", 0)
+    listener = listener or open_listener("127.0.0.1", 0)
     port = listener.getsockname()[1]
     async with owned_nursery() as nursery:
         await nursery.start(serve, application(service), listener)

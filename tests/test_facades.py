@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import trio
-from simulated import mixed, periodic, serial, simulated
+from simulated import FakeVocabulary, mixed, periodic, serial, simulated
 
 from meshpipe import aio, blocking
 from meshpipe.errors import MeshpipeError, StageLostError, UsageError
@@ -288,6 +288,32 @@ async def test_a_pipeline_that_was_never_opened_says_so() -> None:
         _ = pipeline.coordinator
     await pipeline.aclose()
     await pipeline.aclose()
+
+
+class Patient(FakeVocabulary):
+    """Tokenizes once the event loop has gone on meanwhile."""
+
+    def __init__(self) -> None:
+        self.begun, self.loop_went_on = threading.Event(), threading.Event()
+
+    def tokenize(self, text: str, **how: Any) -> tuple[int, ...]:
+        self.begun.set()
+        assert self.loop_went_on.wait(20), "the event loop stood still"
+        return super().tokenize(text, **how)
+
+
+@with_asyncio
+async def test_a_long_prompt_is_tokenized_beside_the_event_loops() -> None:
+    """Neither asyncio's nor trio's, where other requests run, stands still."""
+    vocabulary = Patient()
+    async with aio.Pipeline(pipe(vocabulary=vocabulary)) as pipeline:
+        waiting = asyncio.ensure_future(pipeline.complete("1 2 3", max_tokens=20))
+        streamed = pipeline.generate("1 2 3", max_tokens=20)
+        await asyncio.to_thread(vocabulary.begun.wait, 20)
+        assert list((await pipeline.complete(PROMPT, max_tokens=20)).tokens) == serial(mixed, PROMPT, 20)
+        vocabulary.loop_went_on.set()
+        assert list((await waiting).tokens) == serial(mixed, PROMPT, 20)
+        assert [token async for piece in streamed for token in piece.tokens] == serial(mixed, PROMPT, 20)
 
 
 # ---------------------------------------------------------------- plain threads

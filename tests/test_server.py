@@ -7,9 +7,10 @@ import gc
 import json
 import random
 import resource
+import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ import openai
 import pytest
 import trio
 import trio.testing
-from serving import MODEL, Both, events, post, served, served_simulated
-from simulated import VOCABULARY, mixed, novel, periodic, serial
+from serving import MODEL, Both, Words, events, post, served, served_simulated
+from simulated import VOCABULARY, Target, mixed, novel, periodic, serial, simulated
 
 from meshpipe import Pipeline, Speculation
+from meshpipe.pipeline.runner import Job, Result, SimulatedRunner
+from meshpipe.serving.app import Service, application
+from meshpipe.serving.server import open_listener
 from meshpipe.serving.tools import calls_in
 
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 8, "temperature": 0}
@@ -258,6 +262,91 @@ async def test_a_client_that_leaves_frees_its_lane(stream: bool) -> None:
         both.sim.assert_nothing_is_left()
         if not stream:
             assert b"meshpipe_disconnects_total 1.0" in both.served.service.metrics.text()
+
+
+@pytest.mark.parametrize("delay", [None, 0.1])
+@pytest.mark.parametrize("target", [periodic(), novel])
+async def test_when_a_client_leaves_no_stage_begins_another_window(
+    target: Target,
+    delay: float | None,
+    autojump_clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the virtual clock: the decode that is under way at a stage ends, nothing else begins, the lane is free."""
+    begun: list[tuple[float, int]] = []
+    ended: dict[int, float] = {}
+    run = SimulatedRunner.run
+
+    async def noted(self: SimulatedRunner, jobs: Sequence[Job]) -> list[Result]:
+        begun.append((trio.current_time(), self.descriptor.layers[0]))
+        results = await run(self, jobs)
+        ended[self.descriptor.layers[0]] = trio.current_time()
+        return results
+
+    monkeypatch.setattr(SimulatedRunner, "run", noted)
+    ask = ASK | {"max_tokens": 4000, "stream": True, "speculation": {"depth": 8, "width": 4}}
+    left, gone = trio.Event(), 0.0
+    said: list[Any] = [{"type": "http.request", "body": json.dumps(ask).encode(), "more_body": False}]
+
+    async def receive() -> Any:
+        if said:
+            return said.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        nonlocal gone
+        if message["type"] == "http.response.body" and len(begun) > 40 and not left.is_set():
+            gone = trio.current_time()
+            left.set()
+
+    async with simulated(target, vocabulary=Words(), delay=delay, lanes=1) as sim:
+        app = application(Service(sim.coordinator, MODEL))
+        path = {"path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b""}
+        scope = {"type": "http", "method": "POST", "headers": [], "http_version": "1.1", **path}
+        await app(scope, receive, send)
+        assert trio.current_time() == gone
+        free = gone
+        for index, stage in enumerate(sim.stages):
+            heard = gone + (delay or 0) * index  # the first stage is where the coordinator is
+            await stage.wait_idle()
+            # The close of a session waits for the decode under way at the stage that it passes.
+            free = max(heard, free + (delay or 0) * (index > 0), ended[index])
+            assert trio.current_time() <= free + 1e-6
+            assert [at for at, layer in begun if layer == index and at > heard + 1e-6] == []
+        await trio.sleep(5)
+        assert all(at <= gone + (delay or 0) + 1e-6 for at, _ in begun)
+        sim.assert_nothing_is_left()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux's")
+async def test_a_client_that_reads_nothing_is_cut_off() -> None:
+    """It stays connected; its request leaves the queue, and the lane was free before."""
+    listener = open_listener("127.0.0.1", 0, send_deadline=0.5)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    async with (
+        simulated(periodic(), vocabulary=Words(), delay=None, lanes=1, cost=((1, 0.001), (63, 0.002))) as sim,
+        served(sim.coordinator, listener=listener, queue=0) as server,
+    ):
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+            body = json.dumps(ASK | {"max_tokens": 2000, "stream": True, "n": 1}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            deaf.sendall(head.encode() + body)
+            with trio.fail_after(20):
+                while not server.service.generations:
+                    await trio.testing.wait_all_tasks_blocked()
+                while sim.coordinator.active:
+                    await trio.testing.wait_all_tasks_blocked()
+                began = trio.current_time()
+                async with server.client() as client:  # its generation has ended, its answer is not read
+                    assert (await client.post("/v1/completions", json=ASK)).status_code == 429
+                while server.service.generations:
+                    await trio.testing.wait_all_tasks_blocked()
+                assert trio.current_time() - began < 10
+                async with server.client() as client:
+                    assert (await client.post("/v1/completions", json=ASK)).status_code == 200
 
 
 async def all_ended(both: Both) -> None:

@@ -79,7 +79,9 @@ async def _serve(
     from meshpipe.serving.server import open_listener, serve
 
     chosen = found.settings
-    listener = open_listener(chosen.host, chosen.port)  # a wrong address is said before a model is loaded
+    listener = open_listener(
+        chosen.host, chosen.port, chosen.send_deadline
+    )  # says what is wrong before it loads
     async with open_pipeline() as pipeline:
         service = Service(
             pipeline,

@@ -270,6 +270,12 @@ class Configuration:
         "server", Text("NAME"), "the model's name for clients", unset="the file's name"
     )
     queue: int = _setting("server", Integer(0, 100_000), "requests that may wait for a lane", 64)
+    send_deadline: float = _setting(
+        "server",
+        Number(0.001, 86400),
+        "seconds that a client may leave what was sent to it unread; then it is cut off (on Linux)",
+        60.0,
+    )
     api_key_file: str | None = _setting(
         "server",
         File(),

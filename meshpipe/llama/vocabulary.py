@@ -24,6 +24,7 @@ class Vocabulary:
     def __init__(self, path: str | Path) -> None:
         read_header(path)  # says in one line what is wrong with a file
         self._model = EngineOptions().load(Path(path), vocab_only=True)
+        self._formatter: Jinja2ChatFormatter | None = None  # compiled when it is first needed
         vocab = self.pointer
         self.size: int = llama_cpp.llama_vocab_n_tokens(vocab)
         if llama_cpp.llama_vocab_type(vocab) == 0:
@@ -101,11 +102,12 @@ class Vocabulary:
         template = self.chat_template
         if template is None:
             raise UsageError("this model carries no chat template: send a plain prompt")
-        eos = self._special(llama_cpp.llama_vocab_eos(self.pointer))
-        bos = self._special(llama_cpp.llama_vocab_bos(self.pointer))
         try:
-            formatter = Jinja2ChatFormatter(template=template, eos_token=eos, bos_token=bos)
-            return str(formatter(messages=list(messages), **extra).prompt)
+            if self._formatter is None:
+                eos = self._special(llama_cpp.llama_vocab_eos(self.pointer))
+                bos = self._special(llama_cpp.llama_vocab_bos(self.pointer))
+                self._formatter = Jinja2ChatFormatter(template=template, eos_token=eos, bos_token=bos)
+            return str(self._formatter(messages=list(messages), **extra).prompt)
         except Exception as error:
             raise UsageError(f"the model's chat template refused the messages: {error}") from error
 

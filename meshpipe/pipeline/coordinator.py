@@ -188,6 +188,7 @@ class Coordinator:
             self._tracer.recorder,
         )
         self.observers = self._around.observers
+        self.planning = trio.CapacityLimiter(1)  # threads that use the vocabulary
         self._queue_deadline = queue_deadline
         self._queue = queue
         self.nextn: Load | None = None
@@ -223,7 +224,8 @@ class Coordinator:
         the output ends. `ignore_end` goes on past the model's end tokens. `reuse` lets the lane's cached prefix
         stand. Raises UsageError or CapacityError for what cannot be asked of this pipeline, and OverloadedError if
         too many requests wait for a lane already. Where a stage is lost and none is found in its place in time, the
-        output ends with a StageLostError.
+        output ends with a StageLostError. Text becomes tokens before this returns; where it is long, 100 kB say, and
+        others share the event loop, let `tokenize` do that.
         """
         if self._nursery.cancel_scope.cancel_called:
             raise UsageError("the pipeline is closed: open it again")
@@ -313,7 +315,8 @@ class Coordinator:
 
     async def complete(self, prompt: str | Sequence[int] | None = None, **options: Any) -> Completion:
         """Runs a request to its end; options as of `generate`."""
-        async with self.generate(prompt, **options) as generation:
+        tokens = await self.tokenize(prompt, options.pop("messages", None))
+        async with self.generate(tokens, **options) as generation:
             pieces = [piece async for piece in generation]
         report = generation.report
         assert report is not None
@@ -430,6 +433,19 @@ class Coordinator:
             return None
         name = (os.path.abspath(speculation.draft), speculation.draft_threads)  # noqa: ASYNC240
         return await self._proposers.get(name, "draft", self.load_draft(speculation.draft, name[1]))
+
+    async def tokenize(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[int, ...]:
+        """A prompt's tokens, for `generate`, made in a thread: those of long texts take a while.
+
+        Raises UsageError as `generate` does. Not abandoned when cancelled: the vocabulary may be closed next.
+        """
+        if prompt is not None and not isinstance(prompt, str):
+            return self._tokenize(prompt, messages)
+        return await trio.to_thread.run_sync(self._tokenize, prompt, messages, limiter=self.planning)
 
     def _tokenize(
         self, prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None

@@ -361,8 +361,8 @@ class Stage(Actor[StageMessage]):
                 self._runner.open(message.lane, message.sampling, message.prompt)
             except MeshpipeError as error:
                 problem = str(error)
-        if problem is not None:
-            await self._fail(route, message.session, problem, refused=refused)
+        if problem is not None:  # the caller is told; `meshpipe doctor` asks for a lane that there is not
+            await self._fail(route, message.session, problem, refused=refused, level=logging.INFO)
             return
         session = _Session(message.session, route, message.lane, held, message)
         self._cached[message.lane] = session.tokens
@@ -598,8 +598,9 @@ class Stage(Actor[StageMessage]):
         self._forget(session)
         await self._fail(session.route, session.number, reason)
 
-    async def _fail(self, route: Route, session: int, reason: str, *, refused: bool = False) -> None:
-        level = logging.INFO if refused else logging.WARNING
+    async def _fail(
+        self, route: Route, session: int, reason: str, *, refused: bool = False, level: int = logging.WARNING
+    ) -> None:
         log.log(level, "stage %d: session %d failed: %s", route.index, session, reason)
         await self._send(route.back, SessionFailed(session, route.index, reason, refused))
 

@@ -60,7 +60,6 @@ class Service:
     started: int = field(init=False, factory=lambda: int(time.time()))
     generations: int = 0  # admitted and not ended
     _seconds: float = 1.0  # that a generation takes, of late
-    _planning: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(1))
 
     def __attrs_post_init__(self) -> None:
         self.metrics = Metrics(self.pipeline)
@@ -69,7 +68,7 @@ class Service:
         """In a thread, one at a time: the vocabulary is shared. Raises ApiError."""
         vocabulary, context = self.pipeline.vocabulary, self.pipeline.context
         work = partial(make, request, vocabulary, context, self.speculation)
-        return await trio.to_thread.run_sync(work, limiter=self._planning)
+        return await trio.to_thread.run_sync(work, limiter=self.pipeline.planning)
 
     @contextmanager
     def admitted(self, count: int) -> Iterator[None]:

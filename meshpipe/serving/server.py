@@ -14,20 +14,24 @@ from starlette.types import ASGIApp
 from meshpipe.errors import UsageError
 
 SEND_DEADLINE = 60.0
-"""Seconds that a client may leave what was sent to it unread; then its connection ends."""
+"""Seconds that a client may leave what was sent to it unread, if nothing else is said."""
 GRACE = 10.0
 """Seconds for open requests when the server ends."""
 
 
-def open_listener(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any free one. Raises UsageError."""
+def open_listener(host: str, port: int, send_deadline: float = SEND_DEADLINE) -> socket.socket:
+    """A listening socket; port 0 takes any free one. Raises UsageError.
+
+    A connection that leaves what was sent to it unread for `send_deadline` seconds is cut off, on Linux.
+    """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise UsageError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Hypercorn has no deadline of its own; connections inherit it
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_DEADLINE * 1000))
+        milliseconds = max(1, int(send_deadline * 1000))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     return listener
 
 
