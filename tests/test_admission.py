@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 import trio.lowlevel
@@ -12,7 +13,8 @@ from simulated import novel, periodic, serial, simulated
 from test_breaking import Heard
 
 from meshpipe.errors import ActorGoneError, OverloadedError, StageLostError
-from meshpipe.messages import OpenSession
+from meshpipe.messages import Discard, OpenSession, Window
+from meshpipe.pipeline.stage import Arrival, Route, stage_mailbox
 from meshpipe.serving.errors import of_failure
 
 
@@ -56,6 +58,23 @@ def test_more_than_may_wait_are_refused_at_once_and_those_that_wait_come_in_thei
 def test_an_overload_is_too_many_requests() -> None:
     failure = of_failure(OverloadedError("ask again later"))
     assert (failure.status, failure.headers) == (429, {"Retry-After": "1"})
+
+
+def test_what_waits_at_a_stage_is_bounded_in_bytes_and_a_discard_still_gets_in() -> None:
+    async def main() -> None:
+        mailbox, route = stage_mailbox(room=1 << 20), Route(None, Heard())
+        wide = Window(1, 0, 0, 0, (1,) * 64, 0, np.zeros((64, 1024), np.float32))  # a quarter
+        narrow = Window(1, 0, 0, 0, (1,), 1)
+        for fits in (True, True, True, False):
+            assert mailbox.ref.try_send(Arrival(route, wide, 0.0)) is fits
+        while mailbox.ref.try_send(Arrival(route, narrow, 0.0)):
+            pass
+        assert 200 < len(list(mailbox.peek("windows"))) < 300
+        assert mailbox.ref.try_send(Arrival(route, Discard(1, 1), 0.0))
+        mailbox.take("windows")
+        assert mailbox.ref.try_send(Arrival(route, wide, 0.0))
+
+    run(main)
 
 
 class Stuck(Heard):

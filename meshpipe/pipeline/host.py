@@ -138,7 +138,7 @@ class StageHost:
         self.connect_deadline = connect_deadline
         self.lock = lock
         self.draining = False
-        self._mailbox = stage_mailbox()
+        self._mailbox = stage_mailbox(_send_room(runner.descriptor))
         self.stage = Stage(self._mailbox, runner)
         self._routes: dict[str, _Held] = {}
 

@@ -50,6 +50,7 @@ from meshpipe.telemetry.spans import Kind, Recorder, Span
 
 log = logging.getLogger("meshpipe.stage")
 
+_MESSAGE, _TOKEN = 1024, 36  # bytes that a window takes in memory, about, and each of its tokens
 _NEVER = 2**63
 """Above every epoch: a session whose windows are all stale."""
 
@@ -104,18 +105,30 @@ class RouteLost:
 StageMessage = Arrival | RouteLost
 
 
-def stage_mailbox(windows: int = 4096) -> Mailbox[StageMessage]:
-    """A stage's mailbox. `windows` bounds the queue of windows: two epochs' credits of all lanes.
+ROOM = 1 << 26
+"""Bytes of windows that wait at a stage, unless told otherwise."""
+
+
+def stage_mailbox(room: int = ROOM) -> Mailbox[StageMessage]:
+    """A stage's mailbox. `room` bounds the queue of windows, in bytes: two epochs' credits of all lanes.
 
     Discards are hints and have a queue of their own, so that they are seen before the windows they concern.
     """
 
-    def queue_of(message: StageMessage) -> str:
-        if isinstance(message, RouteLost) or isinstance(message.message, (Discard, Echo)):
-            return "control"
-        return "windows"
+    def is_urgent(message: StageMessage) -> bool:
+        return isinstance(message, RouteLost) or isinstance(message.message, (Discard, Echo))
 
-    return Mailbox({"control": 1024, "windows": windows}, sort=queue_of)
+    def weight(message: StageMessage) -> int:
+        if is_urgent(message):
+            return 1
+        assert isinstance(message, Arrival)
+        window = message.message
+        if not isinstance(window, Window):
+            return _MESSAGE
+        return _MESSAGE + _TOKEN * window.width + (0 if window.rows is None else window.rows.nbytes)
+
+    bounds = {"control": 1024, "windows": room}
+    return Mailbox(bounds, sort=lambda message: "control" if is_urgent(message) else "windows", weigh=weight)
 
 
 @frozen
