@@ -29,6 +29,8 @@ from meshpipe.pipeline.local import join_stages
 from meshpipe.pipeline.runner import SimulatedRunner
 from meshpipe.pipeline.sink import ReturnSink
 from meshpipe.pipeline.way import Way, WayState
+from meshpipe.telemetry.overlap import analyse
+from meshpipe.telemetry.spans import Kind
 
 
 class Sink:
@@ -292,6 +294,23 @@ async def test_the_model_itself_serves_here_while_a_stage_is_gone(
             assert pipeline.return_route() == "direct"
             again = await pipeline.complete(prompt, max_tokens=100)
             assert again.tokens == expected.tokens
+
+
+async def test_a_stage_that_takes_over_is_in_the_trace() -> None:
+    async with mesh(2) as m, mesh(2) as spare, joined(with_standbys(m, spare)) as pipeline:
+        begun = trio.Event()
+        async with pipeline.tracing() as trace, trio.open_nursery() as nursery:
+            nursery.start_soon(read, pipeline, [3], 80, begun)
+            await begun.wait()
+            m.scopes[1].cancel()
+        assert (trace.rejoined, trace.missing) == (1, ())
+        assert {span.stage for span in trace.of(Kind.COMPUTE)} == {0, 1}
+        found = analyse(trace)
+        assert found is not None
+        assert any("joined again once" in caveat for caveat in found.caveats)
+        async with pipeline.tracing() as trace:
+            await generate(pipeline, [9], 20)
+        assert (trace.rejoined, trace.missing) == (0, ())
 
 
 async def test_every_stage_is_lost_in_turn() -> None:

@@ -394,6 +394,7 @@ class Coordinator:
         self.pipe.replace(_curves(descriptors), link)
         if not same_caches:
             self.lanes.forget()
+        self._tracer.rejoined()
 
     def hold_nextn(self, path: str | Path) -> None:
         """Lets this process draft with the NextN block of the model at `path`; it is loaded when it is first used."""

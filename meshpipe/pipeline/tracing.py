@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import trio
 
@@ -42,6 +43,9 @@ class Tracer:
             raise UsageError("a trace is being recorded already: end that one first")
         self.recorder.start()
 
+    def rejoined(self) -> None:
+        """The stages have been joined anew."""
+
     async def stop(self, trace: Trace) -> None:
         """Ends the recording, and fills in the trace."""
         full = self.recorder.full
@@ -59,14 +63,23 @@ class RemoteTracer(Tracer):
         self._first = first
         self._heard: dict[int, list[Spans]] = {}
         self._news = trio.Event()
+        self._rejoined = 0
         sink.on_spans = self._arrived
 
     async def start(self) -> None:
         """Returns when every stage records, or has not said so for `PATIENCE` seconds."""
         await super().start()
+        self._rejoined = 0
         missing = await self._ask(on=True)
         if missing:
             log.warning("stages that do not say whether they record: %s", ", ".join(map(str, missing)))
+
+    def rejoined(self) -> None:
+        """If a trace is being recorded, the stages that are there now record too; they have not before."""
+        if self.recorder.on:
+            self._rejoined += 1
+            with suppress(ActorGoneError):  # it is already lost again, or this process serves
+                self._first().ref.try_send(Record(on=True))
 
     async def stop(self, trace: Trace) -> None:
         """Asks every stage for its spans; those that do not come are named in the trace."""
@@ -91,6 +104,7 @@ class RemoteTracer(Tracer):
             if clocks[stage] is None:
                 missing.append(stage)
         trace.join(tracks, missing, _unix())
+        trace.rejoined = self._rejoined
 
     async def _ask(self, on: bool) -> list[int]:
         """Tells all stages, and waits for what they answer; returns those that did not."""

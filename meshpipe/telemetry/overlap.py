@@ -291,6 +291,11 @@ def _caveats(trace: Trace, overlaps: tuple[int, int, int]) -> tuple[str, ...]:
     found = []
     if trace.full:
         found.append("the recording was longer than the ring holds: its beginning is missing")
+    if trace.rejoined:
+        times = "once" if trace.rejoined == 1 else f"{trace.rejoined} times"
+        found.append(
+            f"a stage was lost and the stages were joined again {times}: what they did before is not in the trace"
+        )
     if trace.missing:
         found.append(f"nothing is known from stages {', '.join(map(str, trace.missing))}")
     if overlaps[0] != overlaps[1]:

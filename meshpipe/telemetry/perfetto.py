@@ -35,6 +35,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
         "give_or_take": trace.give_or_take,
         "missing": list(trace.missing),
         "full": trace.full,
+        "rejoined": trace.rejoined,
         "unix": trace.unix,
     }
     document = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": list(events(trace))}
@@ -64,6 +65,7 @@ def read_trace(path: str | Path) -> Trace:
             give_or_take=float(about["give_or_take"]),
             missing=tuple(map(int, about["missing"])),
             full=bool(about["full"]),
+            rejoined=int(about.get("rejoined", 0)),
             unix=float(about["unix"]),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -35,7 +35,8 @@ class Trace:
     """The spans of one run, ascending in `began`; seconds from the first one.
 
     `give_or_take`: by how many seconds the times of a process may be off at most. `missing`: stages of which
-    nothing came. `full`: the oldest spans are gone. `unix`: the Unix time of second 0.
+    nothing came. `full`: the oldest spans are gone. `rejoined`: times that the way to the stages was formed anew
+    meanwhile, so that of what they did before the last time nothing is known. `unix`: the Unix time of second 0.
     """
 
     stages: int
@@ -44,6 +45,7 @@ class Trace:
     give_or_take: float = 0.0
     missing: tuple[int, ...] = ()
     full: bool = False
+    rejoined: int = 0
     unix: float = 0.0
 
     def join(self, tracks: Iterable[Track], missing: Iterable[int], unix: float = 0.0) -> None:
