@@ -135,6 +135,11 @@ WRONG: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
     ("chat/completions", {"response_format": {"type": "json_schema",
       "json_schema": {"name": "a", "schema": {"not": {}}}}}, 400,
      "response_format.json_schema.schema", "invalid_value"),
+    ("chat/completions", {"response_format": {"type": "json_schema",
+      "json_schema": {"name": "a", "schema": {"properties": {"a": {}}, "required": [[1]]}}}}, 400,
+     "response_format.json_schema.schema", "invalid_value"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, 400, None, "invalid_json"),
+    ("completions", {"seed": 2**64}, 400, "seed", "invalid_value"),
     ("chat/completions", {"tool_choice": "required"}, 400, "tool_choice", None),
     ("chat/completions", {"tools": [{"type": "function", "function": {"name": "a b"}}]}, 400,
      "tools[0].function.name", "invalid_value"),
@@ -147,7 +152,7 @@ async def test_what_is_wrong_is_named(both: Both) -> None:
     async with both.served.client() as client:
         for path, change, status, param, code in WRONG:
             base = ASK if path == "completions" else CHAT
-            answer = await client.post(f"/v1/{path}", json=base | change)
+            answer = await client.post(f"/v1/{path}", content=json.dumps(base | change))
             error = answer.json()["error"]
             assert (answer.status_code, error["param"], error["code"]) == (status, param, code), (
                 change,
@@ -177,6 +182,14 @@ async def test_a_body_may_not_be_endless(both: Both, monkeypatch: pytest.MonkeyP
         await stream.send_all(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
         with trio.fail_after(5):
             assert b"".join([part async for part in stream]).startswith(b"HTTP/1.1 408")
+    monkeypatch.setattr("meshpipe.serving.app.BODY_DEADLINE", 60)
+    stream = await trio.open_tcp_stream("127.0.0.1", int(both.served.url.rpartition(":")[2]))
+    async with stream:  # what says that it is too long is not waited for
+        await stream.send_all(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n{"
+        )
+        with trio.fail_after(5):
+            assert (await stream.receive_some()).startswith(b"HTTP/1.1 413")
 
 
 async def test_connections_are_kept_or_closed_as_asked(both: Both) -> None:
@@ -196,7 +209,13 @@ async def test_connections_are_kept_or_closed_as_asked(both: Both) -> None:
 
 async def test_keys() -> None:
     async with served_simulated(periodic(), keys=("one", "two")) as both, both.served.client() as client:
-        for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "Basic one"}):
+        right = ("Authorization", "Bearer one")
+        for headers in (
+            {},
+            {"Authorization": "Bearer three"},
+            {"Authorization": "Basic one"},
+            [right, right],
+        ):
             for answer in (
                 await client.get("/v1/models", headers=headers),
                 await client.get("/v1/topology", headers=headers),

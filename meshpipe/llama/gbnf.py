@@ -260,7 +260,7 @@ class _Rules:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, Mapping) or not isinstance(required, list):
             raise UsageError(f"properties at {path or '/'} must be an object, and required a list")
-        missing = [name for name in required if name not in properties]
+        missing = [name for name in required if not isinstance(name, str) or name not in properties]
         if missing:
             raise UsageError(f"required at {path or '/'} names {_brief(missing[0])}, which is no property")
         if not properties:

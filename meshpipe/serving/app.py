@@ -100,13 +100,14 @@ class Service:
         """Raises ApiError unless the request carries one of the keys, if there are any."""
         if not self.keys:
             return
-        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        sent = request.headers.getlist("authorization")
+        kind, _, key = sent[0].partition(" ") if len(sent) == 1 else ("", "", "")
         given = key.strip().encode()
         right = [hmac.compare_digest(given, known.encode()) for known in self.keys]
         if kind.lower() != "bearer" or not any(right):
             raise ApiError(
                 401,
-                "Incorrect API key provided." if key else "You didn't provide an API key.",
+                "Incorrect API key provided." if sent else "You didn't provide an API key.",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
@@ -270,6 +271,8 @@ class Endpoint:
     async def _handle(self, request: Request, receive: Receive, send: Send) -> None:
         service = self._service
         service.check_key(request)
+        if int(request.headers.get("content-length", 0)) > MAX_BODY:  # Hypercorn has seen that it is a number
+            raise _too_large()
         asked = _parsed(self._schema, await _body(receive))
         service.check_model(asked.model)
         prompts = getattr(asked, "prompt", "")
@@ -397,10 +400,14 @@ async def _body(receive: Receive) -> bytes:
                 raise ClientDisconnect
             body += message.get("body", b"")
             if len(body) > MAX_BODY:
-                raise ApiError(413, f"the body is larger than {MAX_BODY} bytes.", code="request_too_large")
+                raise _too_large()
             if not message.get("more_body", False):
                 return bytes(body)
     raise ApiError(408, f"the body did not come within {BODY_DEADLINE:g} s.", code="request_timeout")
+
+
+def _too_large() -> ApiError:
+    return ApiError(413, f"the body is larger than {MAX_BODY} bytes.", code="request_too_large")
 
 
 def _parsed(schema: type[Sampled], body: bytes) -> Sampled:
