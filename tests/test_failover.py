@@ -14,10 +14,10 @@ import tiny
 import trio
 from attrs import evolve
 from chaos.harness import Tokens
-from simulated import mixed, serial
+from simulated import SimulatedDrafter, SimulatedNextn, guesser, mixed, serial
 from test_remote import Mesh, generate, joined, lanes_free, mesh
 
-from meshpipe import Coordinator, LocalFallback, StagePlace, Topology
+from meshpipe import Coordinator, LocalFallback, Speculation, StagePlace, Topology
 from meshpipe.actors.scope import owned_nursery
 from meshpipe.errors import HandshakeError, MeshpipeError, StageLostError, UsageError
 from meshpipe.llama.slicing import read_slice, slice_model
@@ -115,6 +115,45 @@ async def test_a_pipeline_is_opened_over_standbys_too() -> None:
                     pass
         deaf.close()
         await lanes_free(m.hosts)
+
+
+@pytest.mark.parametrize(
+    ("source", "speculation"),
+    [
+        ("mtp", Speculation(mode="mtp", mtp_at="last")),
+        ("mtp", Speculation(mode="mtp", mtp_at="coordinator", mtp_tail=10)),
+        ("draft", Speculation(mode="draft", draft="small.gguf")),
+    ],
+)
+async def test_who_proposes_goes_on_after_the_last_stage_was_lost(
+    source: str, speculation: Speculation
+) -> None:
+    """The output is serial, and what follows is foreseen again: rows of all that was confirmed are still known."""
+    native = {"drafter": guesser(mixed, 0.9), "mtp": 1, "draft_cost": 0.0001}
+    async with (
+        mesh(2, **native) as m,  # type: ignore[arg-type]
+        mesh(2, **native) as spare,  # type: ignore[arg-type]
+        joined(with_standbys(m, spare)) as pipeline,
+    ):
+        ahead = SimulatedNextn if source == "mtp" else SimulatedDrafter
+        drafter = ahead(mixed, seconds=0.0001, lie=lambda position: position % 10 == 0)
+        pipeline.nextn = lambda: drafter
+        pipeline.load_draft = lambda *_: lambda: drafter  # type: ignore[method-assign]
+        tokens: list[int] = []
+        foreseen = {1: 0, 2: 0}  # by generation of the way
+        async with pipeline.generate([7] * 30, max_tokens=120, speculation=speculation) as generation:
+            async for piece in generation:
+                tokens += piece.tokens
+                foreseen[pipeline.way.generation] += piece.sources.count(source)
+                if len(tokens) > 40:
+                    m.scopes[1].cancel()
+        assert tokens == serial(mixed, [7] * 30, 120)
+        assert generation.report is not None
+        assert generation.report.resumes == 1
+        assert foreseen[1] > 10
+        assert foreseen[2] > 10
+        if isinstance(drafter, SimulatedNextn) and speculation.mtp_at == "coordinator":
+            assert 100 < drafter.rows_kept < 130, "none was sent again"
 
 
 async def test_a_link_that_is_reset_costs_no_prefill() -> None:

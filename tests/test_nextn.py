@@ -25,9 +25,11 @@ from meshpipe.errors import ModelError, UsageError
 from meshpipe.llama.engine import StageEngine
 from meshpipe.llama.nextn import NextnModel, has_nextn
 from meshpipe.llama.slicing import slice_model, slice_nextn
+from meshpipe.pipeline import runner as runner_module
 from meshpipe.pipeline.local import join_stages
 from meshpipe.pipeline.runner import LlamaRunner
 from meshpipe.pipeline.sink import ReturnSink
+from meshpipe.pipeline.way import Way
 
 FAR = Speculation(mode="mtp", mtp_at="coordinator")
 OFF = Speculation(mode="off")
@@ -239,6 +241,45 @@ async def test_split_pipelines_say_what_the_unsplit_model_says(arch: str, heads:
             longer = [*PROMPTS[0], *serially[0][:5]]
             assert await ask(longer, FAR, temperature) == await ask(longer, OFF, temperature)
         assert drafted == {"mtp"}
+
+
+async def test_a_last_stage_that_takes_over_is_primed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other engines, with empty caches, in the middle of an answer: the pairs of all positions are fed to them."""
+    monkeypatch.setattr(runner_module, "LEAST_DRAFT", 0.0)
+    path = write(tmp_path)
+    with ExitStack() as opened:
+        slices = [slice_model(path, start, stop, mtp=True) for start, stop in ((0, 3), (3, 6))]
+        sets = [
+            [opened.enter_context(StageEngine(part, context=256, mtp=True)) for part in slices]
+            for _ in range(2)
+        ]
+        runners = [[LlamaRunner(engine) for engine in engines] for engines in sets]
+        async with owned_nursery() as nursery:
+            sink, way = ReturnSink(), Way()
+            ways = [join_stages(nursery, chain, sink)[0] for chain in runners]
+            way.formed(ways[0])
+            described = [runner.descriptor for runner in runners[0]]
+            pipe = Coordinator(nursery, way, sink, described, Numbers(), link=0.0)  # type: ignore[arg-type]
+            tokens: list[int] = []
+            fed = [engines[-1].mtp for engines in sets]
+            speculation = Speculation(mode="mtp")
+            async with pipe.generate(PROMPTS[0], max_tokens=80, speculation=speculation) as generation:
+                async for piece in generation:
+                    tokens += piece.tokens
+                    if len(tokens) >= 20 and way.generation == 1:
+                        way.broke("for a test")
+                        way.formed(ways[1])
+            assert tokens == reference.greedy(path, PROMPTS[0], 80, context=256)
+            assert generation.report is not None
+            assert generation.report.resumes == 1
+            assert fed[0] is not None
+            assert fed[1] is not None
+            assert fed[0].length(0) < 80 < fed[1].length(0)
+            assert fed[1]._lanes[0].base == 1, "from the first position on, without a gap"
+        for runner in runners[0] + runners[1]:
+            runner.close_all()
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from meshpipe.errors import HandshakeError, StageLostError, UsageError
 from meshpipe.messages import StageDescriptor
 from meshpipe.pipeline.host import StageHost
 from meshpipe.pipeline.remote import open_remote
-from meshpipe.pipeline.runner import SimulatedRunner
+from meshpipe.pipeline.runner import Drafter, SimulatedRunner
 from meshpipe.topology.layout import read_topology
 from meshpipe.wire import OPEN, Address, Security, listen, local_address
 
@@ -44,7 +44,9 @@ class Mesh:
 
 
 @asynccontextmanager
-async def mesh(stages: int, security: Security = OPEN, lanes: int = 4, **changes: Any) -> AsyncIterator[Mesh]:
+async def mesh(
+    stages: int, security: Security = OPEN, lanes: int = 4, drafter: Drafter | None = None, **changes: Any
+) -> AsyncIterator[Mesh]:
     hosts, places, scopes = [], [], []
     async with trio.open_nursery() as nursery:
         for index in range(stages):
@@ -53,7 +55,7 @@ async def mesh(stages: int, security: Security = OPEN, lanes: int = 4, **changes
                 "n_vocab": VOCABULARY, "lanes": lanes, "context": 2048, "cost": QUICK,
                 "instance": secrets.token_hex(4),
             } | (changes if index == stages - 1 else {})  # fmt: skip
-            host = StageHost(SimulatedRunner(StageDescriptor(**described), mixed), security)
+            host = StageHost(SimulatedRunner(StageDescriptor(**described), mixed, drafter), security)
             listeners = await listen(Address("127.0.0.1", 0), security)
             scope = trio.CancelScope()
 

@@ -45,10 +45,14 @@ class Worth:
         return self._trial > 0
 
     def drafted(self, tokens: int, seconds: float) -> None:
-        """So many tokens were drafted, in so many seconds."""
+        """So many tokens were drafted, in so many seconds.
+
+        These may include catching up with a prompt, so a lower cost is believed at once, a higher one slowly.
+        """
         if tokens and seconds > 0:
             each = seconds / tokens
-            self.cost = self.cost + (each - self.cost) / 16 if self.cost else each
+            lower = not self.cost or each < self.cost
+            self.cost = each if lower else self.cost + (min(each, 2 * self.cost) - self.cost) / 16
         if self._trial:
             self._trial = max(0, self._trial - tokens)
             if not self._trial:
