@@ -69,7 +69,7 @@ def test_what_did_not_pay_is_tried_again_and_less_often_each_time() -> None:
 def test_a_prompt_that_was_caught_up_with_is_no_draft() -> None:
     far = Worth(Pipe((CostCurve(COST),) * 2, 0.2))
     far.drafted(1, 3.0)  # a long prompt, and one token
-    assert far.pays(), "a trial"
+    assert far.pays()
     far.drafted(1, 0.005)
     far.drafted(1, 2.0)
     assert far.cost < 0.006

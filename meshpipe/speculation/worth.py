@@ -23,12 +23,13 @@ MOST = 8
 class Worth:
     """What is known of one proposer, by all sessions of a pipeline: it is a matter of machines and models.
 
-    `cost`: seconds of one draft; 0 until something was drafted.
+    `cost`: seconds of one draft; 0 until that is known.
     """
 
     pipe: Pipe
     cost: float = 0.0
     acceptance: Acceptance = field(factory=lambda: Acceptance(0.5, memory=16))
+    _drafted: int = 0  # tokens
     _resting: int = 0  # tokens to commit before the next trial
     _rest: int = RESTS[0]
     _trial: int = 0  # drafts that this trial may still make
@@ -47,12 +48,14 @@ class Worth:
     def drafted(self, tokens: int, seconds: float) -> None:
         """So many tokens were drafted, in so many seconds.
 
-        These may include catching up with a prompt, so a lower cost is believed at once, a higher one slowly.
+        These may include catching up with a prompt, as the first surely do: they are left out, and from then on a lower
+        cost is believed at once, a higher one slowly.
         """
-        if tokens and seconds > 0:
+        if tokens and seconds > 0 and self._drafted:
             each = seconds / tokens
             lower = not self.cost or each < self.cost
             self.cost = each if lower else self.cost + (min(each, 2 * self.cost) - self.cost) / 16
+        self._drafted += tokens
         if self._trial:
             self._trial = max(0, self._trial - tokens)
             if not self._trial:
