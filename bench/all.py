@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from bench import report
 
 MINUTES = {
-    "latency": 14,
-    "frontier": 8,
+    "latency": 16,
+    "overhead": 2,
+    "tracing": 2,
     "topology": 3,
     "concurrency": 4,
-    "workloads": 9,
-    "serving": 2,
-    "overhead": 2,
+    "workloads": 8,
+    "frontier": 9,
     "draft": 2,
-    "tracing": 3,
+    "serving": 2,
 }
 """What each takes on two cores, about."""
 QUICK_MINUTES = 2
+GRACE = 20.0  # seconds that one has to end its children
 ROOT = Path(__file__).parent.parent
 
 
@@ -67,12 +70,15 @@ def page(results: dict[str, dict[str, Any]], quick: bool) -> str:
     exact = all(row.get("exact", True) for result in results.values() for row in result["rows"])
     head = [
         "# Benchmarks",
-        "Written by `python -m bench all`. SmolLM2-135M-Instruct (Q4_1), real processes on one host, one thread a "
-        "stage; proxies delay every link between neighbouring stages and the return, the coordinator shares stage "
-        "0's host. Contenders take turns inside one run, behind the same kind of proxy; numbers are medians, `_low` "
-        "and `_high` the range over the repetitions. A ratio is taken repetition by repetition. `exact` compares "
-        "a row's tokens with those of the unsplit model (raw llama.cpp calls, one thread, flash attention on, "
-        "prompts in decodes of at most 63 rows, then one row at a time): "
+        "Written by `python -m bench all`; `python -m bench NAME` runs one of them, with `--quick` in a minute, and "
+        "`python -m bench` lists all. SmolLM2-135M-Instruct (Q4_1); where native MTP is measured, the same with a "
+        "NextN block of our own ([mtp_model.md](mtp_model.md)). Real processes on one host, one thread a stage; "
+        "proxies delay every link between neighbouring stages and the return, the coordinator shares stage 0's host.",
+        "Contenders take turns inside one run, behind the same kind of proxy; numbers are medians, `_low` and `_high` "
+        "the range over the repetitions. A ratio is taken repetition by repetition, of runs that follow each other; "
+        "its `low` and `high` are the range, unless a benchmark says otherwise. `exact` compares a row's tokens with "
+        "those of the unsplit model (raw llama.cpp calls, one thread, flash attention on, prompts in decodes of at "
+        "most 63 rows, then one row at a time): "
         + ("in every row they are equal." if exact else "**not in every row they are equal.**"),
         report.table(figures),
     ]
@@ -84,10 +90,17 @@ def run(name: str, images: Path, quick: bool) -> str:
     command = [sys.executable, "-m", "bench", name, "--json", str(images / f"bench-{name}.json")]
     command += ["--plot", str(images)] + (["--quick"] if quick else [])
     limit = 3 * 60 * (QUICK_MINUTES if quick else MINUTES[name])
+    process = subprocess.Popen(command, cwd=ROOT)
     try:
-        status = subprocess.run(command, cwd=ROOT, timeout=limit, check=False).returncode
+        status = process.wait(limit)
     except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # so that it ends its children
         return f"{name} was ended after {limit / 60:.0f} minutes"
+    finally:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+        process.kill()
+        process.wait()
     return f"{name} ended with status {status}" if status else ""
 
 
