@@ -14,12 +14,15 @@ import pytest
 import tiny
 import trio
 from chaos.disk import on_a_disk
+from chaos.harness import Tokens
 from test_telemetry import golden
 
+from meshpipe import Topology
 from meshpipe.errors import CapacityError, UsageError
 from meshpipe.files import write_whole
 from meshpipe.llama.certify import certify
 from meshpipe.pipeline import children
+from meshpipe.pipeline.remote import open_remote
 from meshpipe.telemetry.html import write_html
 from meshpipe.telemetry.perfetto import read_trace, write_trace
 from meshpipe.telemetry.plot import write_plot
@@ -126,3 +129,16 @@ def test_a_stage_without_room_for_its_slice_says_so_and_leaves_nothing(tmp_path:
     assert len(done.stderr.splitlines()) == 1
     assert "larger disk" in done.stderr or "File too large" in done.stderr
     assert [file.name for file in disk.rglob("*") if file.is_file()] == ["full"]
+
+
+@pytest.mark.slow
+async def test_a_stage_whose_log_is_on_a_full_disk_serves(tmp_path: Path) -> None:
+    model = tiny.write(tmp_path / "tiny.gguf", "llama")
+    command = children.stage_command((0, 6), ["--model", str(model), "--context", "64"])
+    at = command.index("stage")
+    command = ["sh", "-c", 'exec "$@" 2>/dev/full', "sh", *command[:at], "--log", "debug", *command[at:]]
+    async with children.open_children([(0, 6)], [command], 60.0) as running:
+        topology = Topology(tuple(running.places))
+        async with open_remote(topology, Tokens()) as pipeline:  # type: ignore[arg-type]
+            done = await pipeline.complete([5, 6, 7], max_tokens=10)
+    assert len(done.tokens) == 10
