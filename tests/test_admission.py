@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import trio
 import trio.lowlevel
+from attrs import evolve
 from determinism import run
-from simulated import novel, periodic, serial, simulated
+from simulated import COST, novel, periodic, serial, simulated
 from test_breaking import Heard
 
-from meshpipe.errors import ActorGoneError, OverloadedError, StageLostError
-from meshpipe.messages import Discard, OpenSession, Window
+from meshpipe.errors import ActorGoneError, CapacityError, OverloadedError, StageLostError
+from meshpipe.messages import Discard, OpenSession, StageDescriptor, Window
+from meshpipe.pipeline.host import StageHost
+from meshpipe.pipeline.runner import SimulatedRunner
 from meshpipe.pipeline.stage import Arrival, Route, stage_mailbox
 from meshpipe.serving.errors import of_failure
 
@@ -75,6 +78,15 @@ def test_what_waits_at_a_stage_is_bounded_in_bytes_and_a_discard_still_gets_in()
         assert mailbox.ref.try_send(Arrival(route, wide, 0.0))
 
     run(main)
+
+
+def test_a_stage_whose_windows_no_frame_carries_is_refused() -> None:
+    described = StageDescriptor("sim", (0, 1), 2, 8192, 100, 1, 4096, COST, most_rows=2048)
+    assert StageHost(SimulatedRunner(described, novel))
+    with pytest.raises(
+        CapacityError, match="take 128 MiB, and a frame carries at most 64 MiB: set batch to 2048"
+    ):
+        StageHost(SimulatedRunner(evolve(described, most_rows=4096), novel))
 
 
 class Stuck(Heard):

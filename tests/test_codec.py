@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 from meshpipe import messages
 from meshpipe.errors import ProtocolError, UsageError
 from meshpipe.messages import Hello, OpenSession, Ping, Reply, Rows, Sampling, StageDescriptor, Timing, Window
+from meshpipe.pipeline.lanes import prefix_digest
 from meshpipe.wire.codec import ENCODINGS, decode, decode_rows, encode, encode_rows, payload_size
 from meshpipe.wire.frames import PREFIX_SIZE, Frame, Kind, Limits, pack, parse_prefix, rows_of, unpack
 
@@ -269,6 +270,12 @@ def test_payload_and_shape_must_agree() -> None:
     assert say(["float64", 2, 2], 32) == "Window.rows: unknown activation type 'float64'"
     assert say(["float32", 2], 32).startswith("Window.rows: expected [encoding, rows, columns]")
     assert say(None, 4) == "Window carries no rows, yet 4 bytes of payload came with it"
+
+
+def test_a_prefix_of_any_length_opens_a_session_in_a_small_frame() -> None:
+    prefix = prefix_digest(range(1_000_000))
+    header, _ = encode(OpenSession(2**60, 254, Sampling(), cached=1_000_000, prefix=prefix))
+    assert len(header) < 200
 
 
 def test_optional_fields_may_be_left_out() -> None:

@@ -145,6 +145,17 @@ async def test_two_coordinators_share_stages() -> None:
         await generate(one, [5], 10)
 
 
+async def test_two_coordinators_that_want_the_same_lanes_and_prefixes() -> None:
+    """Both begin at lane 0: a lane that is taken, or whose prefix the other has overwritten, costs another try."""
+    async with mesh(2, lanes=3) as m, joined(m.topology) as one, joined(m.topology) as two:
+        async with trio.open_nursery() as nursery:
+            for number in range(16):
+                pipeline = (one, two)[number % 2]
+                nursery.start_soon(generate, pipeline, [7] * 40 + [number // 4] * 4, 20)
+        await lanes_free(m.hosts)
+        assert (one.lanes.free, two.lanes.free) == (3, 3)
+
+
 async def test_what_does_not_agree_is_refused_by_name() -> None:
     async with mesh(2) as m:
         first, last = m.topology.stages

@@ -19,7 +19,7 @@ from attrs import define, field, frozen
 
 from meshpipe.actors import supervise
 from meshpipe.actors.scope import owned_nursery
-from meshpipe.errors import ActorGoneError, HandshakeError, MeshpipeError, StageLostError
+from meshpipe.errors import ActorGoneError, CapacityError, HandshakeError, MeshpipeError, StageLostError
 from meshpipe.messages import (
     WINDOWS,
     CloseSession,
@@ -42,6 +42,7 @@ from meshpipe.topology.lock import Lock, check_stage
 from meshpipe.wire.conditions import Conditions
 from meshpipe.wire.connections import Connection
 from meshpipe.wire.endpoints import STEADY, WARM_UP, Address, Call, connect, connect_link, serve
+from meshpipe.wire.frames import Limits
 from meshpipe.wire.handshake import check_hello
 from meshpipe.wire.link import BOUNDS, HEARTBEAT, Heartbeat, Link, send_room
 from meshpipe.wire.security import OPEN, Security
@@ -116,7 +117,7 @@ class StageHost:
 
     `conditions` are suffered by what this stage sends to other hosts (for experiments on one machine);
     `conditions_upward` by what it sends up its link. `connect_deadline`: seconds to reach the next stage.
-    `lock`: what this stage and the next have to be.
+    `lock`: what this stage and the next have to be. Raises CapacityError for a stage whose windows no frame can carry.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class StageHost:
         connect_deadline: float = WARM_UP,
         lock: Lock | None = None,
     ) -> None:
+        _check_frames(runner.descriptor)
         self.runner = runner
         self.security = security
         self.conditions = conditions
@@ -384,6 +386,17 @@ async def _tell(held: _Held, reason: str) -> None:
     """Tells a coordinator that this stage hangs: it looks for another one."""
     with suppress(ActorGoneError):
         await held.back.send(SessionFailed(None, held.stage, reason))
+
+
+def _check_frames(descriptor: StageDescriptor) -> None:
+    """Raises CapacityError if the widest window of activations exceeds what a peer takes."""
+    row, most = 4 * descriptor.n_embd, Limits().payload
+    if descriptor.most_rows * row > most:
+        raise CapacityError(
+            f"windows of {descriptor.most_rows} rows of {descriptor.n_embd} numbers take "
+            f"{descriptor.most_rows * row / 2**20:.0f} MiB, and a frame carries at most {most >> 20} MiB: set batch to "
+            f"{most // row} or less"
+        )
 
 
 def _send_room(descriptor: StageDescriptor) -> int:
