@@ -22,6 +22,7 @@ from meshpipe.pipeline import runner as runner_module
 from meshpipe.pipeline.coordinator import Completion
 from meshpipe.speculation.drafting import RESTS, TRIAL, Drafting
 from meshpipe.speculation.policy import CostCurve, Pipe
+from meshpipe.telemetry.spans import Kind
 
 MODES = ("mtp", "mtp+ngram", "auto")
 
@@ -95,6 +96,22 @@ def test_auto_asks_for_no_drafts_that_do_not_pay() -> None:
     assert rate("auto", None, 0.3) > 0.98 * off
     assert rate("auto", None, 0.3, draft_cost=0.02) == off
     assert rate("auto", None, 1.0, draft_cost=0.001) > 1.1 * off
+
+
+def test_a_trace_shows_when_the_last_stage_drafted() -> None:
+    async def main() -> None:
+        drafter = guesser(novel, 0.5)
+        async with simulated(novel, drafter=drafter) as sim, sim.coordinator.tracing() as trace:
+            await complete(sim, "mtp", mtp_max=3)
+        drafts = trace.of(Kind.DRAFT)
+        assert {span.stage for span in drafts} == {1}
+        assert {span.detail for span in drafts} <= {1, 2, 3}
+        computed = {span.window: span.ended for span in trace.of(Kind.COMPUTE) if span.stage == 1}
+        for span in drafts:
+            assert span.began >= computed[span.window] - 1e-6, "behind the decode, and other windows' drafts"
+            assert span.ended - span.began == pytest.approx(0.004 * span.value)
+
+    run(main)
 
 
 def test_a_model_without_nextn_layers_has_no_such_mode() -> None:

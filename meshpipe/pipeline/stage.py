@@ -541,13 +541,17 @@ class Stage(Actor[StageMessage]):
         rows = sum(queued.window.width for queued in runnable)
         drafting = [result.drafting if isinstance(result, Picks) else 0.0 for result in results]
         service -= sum(drafting)
-        for queued, result in zip(runnable, results, strict=True):
+        drafted = began + service
+        for queued, result, seconds in zip(runnable, results, drafting, strict=True):
             session, window = queued.session, queued.window
             self.counters.windows_run += 1
             self.counters.rows_run += window.width
             if session.route.recorder.on:
                 queued.record(Kind.QUEUE, queued.at, began, window.width)
                 queued.record(Kind.COMPUTE, began, began + service, rows, window.width)
+                if isinstance(result, Picks) and window.drafts and seconds:
+                    queued.record(Kind.DRAFT, drafted, drafted + seconds, len(result.drafts), window.drafts)
+            drafted += seconds
             if queued.contradicts_pick():  # the window before was of the same decode
                 session.make_stale(window.epoch)
             if queued.is_stale:

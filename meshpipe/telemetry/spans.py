@@ -42,6 +42,7 @@ class Kind(IntEnum):
     WRITE = 11
     REPLY = 12
     COMMIT = 13
+    DRAFT = 14
 
 
 class Cause(IntEnum):
@@ -84,6 +85,7 @@ NAMES = tuple(
         Kind.WRITE: ("link", "handing the frame to the network; never one that failed", "bytes", "1 for a reply"),
         Kind.REPLY: ("session", "a reply came (an instant)", "picks", ""),
         Kind.COMMIT: ("session", "a reply retired (an instant)", "tokens committed", "1 if the last corrects"),
+        Kind.DRAFT: ("last stage", "native MTP after the decode", "tokens drafted", "tokens asked for"),
     }.items()
 )  # fmt: skip
 """Every name, once. Begin and end are seconds of the recording process's clock."""
