@@ -8,8 +8,6 @@ import json
 import random
 import resource
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -71,6 +69,14 @@ async def test_completions_whole_and_streamed() -> None:
         weighted = sum(n * steps for n, steps in enumerate(acceptance["acceptance_histogram"]))
         assert weighted == acceptance["num_accepted_draft_tokens"] > 0
         assert len(acceptance["acceptance_histogram"]) == acceptance["num_spec_tokens"] + 1
+        # AIPerf's adapter for vLLM checks these, and takes the numbers from here.
+        assert set(acceptance) == {
+            "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps",
+            "num_accepted_draft_tokens", "num_draft_tokens", "num_spec_tokens",
+        }  # fmt: skip
+        assert all(type(steps) is int for steps in acceptance["acceptance_histogram"])
+        assert acceptance["mean_acceptance_length"] == 1 + weighted / acceptance["num_spec_steps"]
+        assert acceptance["draft_acceptance_rate"] == weighted / acceptance["num_draft_tokens"]
         # One token came with the prompt's last window, one with every step, the rest were drafts.
         assert 1 + acceptance["num_spec_steps"] + weighted == 50
         await all_ended(both)
@@ -588,25 +594,3 @@ async def talk_about(url: str) -> None:
         assert biased.choices[0].text == "\n\n\n"
         assert biased.choices[0].logprobs is not None
         assert biased.choices[0].logprobs.text_offset == [0, 1, 2]
-
-
-@pytest.mark.slow
-async def test_the_command_serves_and_ends(smollm2: Path) -> None:
-    command = [sys.executable, "-m", "meshpipe", "serve", "--model", str(smollm2), "--split", "2", "--context", "256",
-               "--port", "0", "--api-key", "secret", "--json"]  # fmt: skip
-    async with trio.open_nursery() as nursery:
-        process: trio.Process = await nursery.start(
-            partial(trio.run_process, command, stdout=subprocess.PIPE, check=False)
-        )
-        assert process.stdout is not None
-        with trio.fail_after(60):
-            ready = json.loads(await process.stdout.receive_some())
-        async with httpx.AsyncClient(
-            base_url=ready["url"], headers={"Authorization": "Bearer secret"}
-        ) as client:
-            ask = {"model": ready["model"], "prompt": "Once upon a", "max_tokens": 2, "temperature": 0}
-            answer = await client.post("/completions", json=ask, timeout=60)
-            assert answer.json()["choices"][0]["text"] == " time,"
-        process.terminate()
-        with trio.fail_after(20):
-            assert await process.wait() == 0
