@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bench.models.smollm2_mtp import assemble
+from bench.models.smollm2_mtp import assemble, prompts
 from bench.models.smollm2_mtp.block import quantize
 from bench.models.smollm2_mtp.contexts import Context, Model
-from bench.models.smollm2_mtp.evaluate import evaluate
+from bench.models.smollm2_mtp.data import Lane, _append
+from bench.models.smollm2_mtp.evaluate import Count, evaluate
 from bench.models.smollm2_mtp.express import halves
 from meshpipe.llama.gguf import read_header
 from meshpipe.llama.vocabulary import Vocabulary
@@ -41,6 +43,57 @@ def test_assembled_once(smollm2: Path) -> None:
     written = path.stat().st_mtime_ns
     assert assemble() == path
     assert path.stat().st_mtime_ns == written
+
+
+def test_prompts_of_every_kind_and_none_of_the_held_out() -> None:
+    held_out = {text for _, text in prompts.held_out()}
+    for kind, _ in prompts.KINDS:
+        draw = random.Random(1)
+        texts = {kind(draw) for _ in range(40)}
+        assert len(texts) > 20
+        assert not texts & held_out
+
+
+def test_drafts_of_texts_only_read_have_no_successors() -> None:
+    count = Count(accepted=[0])
+    for draft in (3, 4, 3, 3):
+        count.add([draft], [3])
+    assert str(count).split() == ["75.0%", "-", "-", "0.75", "4"]
+
+
+def test_texts_end_to_end(tmp_path: Path) -> None:
+    """What windows hold of two directories' texts, and where there is something to learn."""
+    torch = pytest.importorskip("torch")
+    from bench.models.smollm2_mtp.train import WINDOW, Stream
+
+    for name, temperature in (("a", 0.0), ("b", 0.5)):
+        (tmp_path / name).mkdir()
+        for start in range(0, 400, 20):
+            lane = Lane(
+                [], temperature, 0, 5, list(range(start, start + 20)), list(range(start + 1, start + 21))
+            )
+            lane.hidden = [np.full((20, 576), start, np.float16)]
+            _append(tmp_path / name, lane)
+    pairs = [Stream.read(tmp_path / name) for name in "ab"]
+    assert [[len(stream.tokens) for stream in pair] for pair in pairs] == [[360, 40]] * 2
+    stream = Stream.joined([pair[0] for pair in pairs])
+    assert stream.text.diff().count_nonzero() == 2 * 18 - 1
+    batch = stream.batch([200])
+    assert batch.tokens[0].tolist() == [*range(201, 360), *range(WINDOW - 159)]
+    assert torch.equal(batch.counts[0], torch.arange(201, 201 + WINDOW) % 20 > 0)
+    assert torch.equal(batch.written[0, :40], torch.arange(201, 241) % 20 >= 5)
+    assert not batch.written[0, 159:].any()
+    assert batch.mask[0, 0, 30].nonzero()[:, 0].tolist() == list(range(20, 31))
+
+
+def test_spread_is_the_variance_of_logits() -> None:
+    torch = pytest.importorskip("torch")
+    from bench.models.smollm2_mtp.train import spread
+
+    draw = torch.Generator().manual_seed(1)
+    embedding, row = torch.randn(50, 8, generator=draw), torch.randn(8, generator=draw)
+    variance = (embedding @ row).var(correction=0)
+    assert torch.isclose((row @ spread(embedding)).square().sum(), variance, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -21,7 +21,9 @@ def main() -> None:
     command.add_argument("--block", type=Path, required=True, help="where to write the block")
     command.add_argument("--begin", type=Path, help="a block to go on from")
     command.add_argument("--steps", type=int, default=2000)
+    command.add_argument("--rate", type=float, default=6e-4, help="the highest learning rate")
     command.add_argument("--seed", type=int, default=1)
+    command.add_argument("--threads", type=int, default=2)
     command = commands.add_parser("evaluate", help="measure how often drafts are accepted, with llama.cpp")
     command.add_argument("--block", type=Path, help="default: the block of the sources")
     command.add_argument("--tokens", type=int, default=128, help="tokens to write to each prompt")
@@ -38,9 +40,10 @@ def main() -> None:
     if options.command == "train":
         from bench.models.smollm2_mtp.train import Settings, train
 
-        train(
-            options.directory, options.block, Settings(steps=options.steps, seed=options.seed), options.begin
+        settings = Settings(
+            steps=options.steps, rate=options.rate, seed=options.seed, threads=options.threads
         )
+        train(options.directory, options.block, settings, options.begin)
     if options.command == "evaluate":
         from bench.models.smollm2_mtp.evaluate import evaluate, table
 

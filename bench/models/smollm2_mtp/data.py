@@ -87,7 +87,7 @@ def generate(directory: Path, count: int, seed: int, threads: int = 2) -> None:
     began, before = time.monotonic(), done
     lanes: list[Lane | None] = [None] * LANES
     with Context(model, context=CONTEXT, lanes=LANES, batch=BATCH, threads=threads) as context:
-        while done < count:
+        while done + sum(len(lane.tokens) for lane in lanes if lane) < count:
             rows: list[tuple[int, int]] = []  # lane, number of tokens
             used = 0
             for number in range(LANES):
@@ -116,6 +116,8 @@ def generate(directory: Path, count: int, seed: int, threads: int = 2) -> None:
                     lanes[number] = None
                     rate = (done - before) / (time.monotonic() - began)
                     print(f"{done} tokens, {rate:.0f} tokens/s", flush=True)
+    for lane in filter(None, lanes):
+        _append(directory, lane)
     model.close()
 
 

@@ -181,6 +181,13 @@ def mathematics(draw: Draw) -> str:
             f"A car drives {c} kilometres in {a} hours. How fast is it on average?",
             f"If today is Monday, which day is it in {b} days?",
             f"Continue the sequence {a}, {2 * a}, {3 * a}, {4 * a} and explain the rule.",
+            f"Write the multiplication table of {a} up to {a} × 12, one line for each.",
+            f"What is {b}% of {c}? Show every step.",
+            f"Is {c} a prime number? Explain.",
+            f"Write the sum of {a}, {b} and {c} and explain how to add them.",
+            f"{one} walks {a} kilometres, {two} walks twice as far and {three} {b} kilometres less than both. How far did each walk?",
+            f"All {thing}s in {draw.choice(PLACES)} are {draw.choice(ADJECTIVES)}. {one} has one of them. What do we know? Explain.",
+            f"Simplify {a}(x + {b}) - {c}x.",
             f"There are {a} red and {b} blue balls in a bag. How likely is a red one? Explain.",
         ]
     )
@@ -207,6 +214,12 @@ def languages(draw: Draw) -> str:
             f"Scrivi una breve descrizione di {place}.",
             f"Qu'est-ce qu'il faut visiter à {place} ?",
             f"Was macht ein guter Lehrer in {place}?",
+            f"Zähle von {draw.randint(1, 20)} bis {draw.randint(25, 50)}.",
+            f"Explique en français pourquoi {draw.choice(['le ciel est bleu', 'les oiseaux chantent', 'il faut dormir', 'la mer est salée'])}.",
+            f"Schreibe eine E-Mail an {name} über {draw.choice(['das Essen', 'die Arbeit', 'den Urlaub', 'ein Buch', 'einen Hund'])}.",
+            f"Escribe un poema sobre {draw.choice(['la noche', 'el mar', 'los amigos', 'la lluvia', 'el pan'])}.",
+            f"Translate into English: {draw.choice(['Der Zug nach', 'Le train pour', 'El tren para', 'Il treno per'])} {place}.",
+            f'How do you say in {language}: "Where is the {thing}?" Give three examples more.',
             "Explica cómo se hace " + draw.choice(["el pan", "una sopa", "una ensalada", "el café"]) + ".",
         ]
     )
@@ -278,8 +291,119 @@ def writing(draw: Draw) -> str:
     )
 
 
+def program(draw: Draw) -> tuple[str, str, list[str]]:
+    """A made-up module with one class: its text, the class and the methods."""
+    name = draw.choice(
+        "Account Basket Calendar Diary Engine Garden Inventory Journal Lamp Menu Planner Robot Route Score Timer Wallet".split()
+    )
+    part = draw.choice(
+        "amount color count entry key level name owner price size speed title total weight".split()
+    )
+    parts = f"{part}s"
+    methods = draw.sample(
+        [
+            ("add", f"    def add(self, {part}):\n        self.{parts}.append({part})\n"),
+            ("remove", f"    def remove(self, {part}):\n        self.{parts}.remove({part})\n"),
+            ("count", f"    def count(self):\n        return len(self.{parts})\n"),
+            ("clear", f"    def clear(self):\n        self.{parts} = []\n"),
+            ("first", f"    def first(self):\n        return self.{parts}[0]\n"),
+            ("has", f"    def has(self, {part}):\n        return {part} in self.{parts}\n"),
+            ("show", f"    def show(self):\n        for {part} in self.{parts}:\n            print({part})\n"),
+            ("read", f"    def read(self, file):\n        for line in file:\n            self.{parts}.append(line.strip())\n"),
+            ("write", f"    def write(self, file):\n        for {part} in self.{parts}:\n            file.write(str({part}) + \"\\n\")\n"),
+            ("largest", f"    def largest(self):\n        return max(self.{parts})\n"),
+        ],
+        draw.randint(2, 4),
+    )  # fmt: skip
+    lines = draw.choice(
+        ["import sys\n\n\n", "import os\nimport time\n\n\n", "from math import sqrt\n\n\n", ""]
+    )
+    lines += f"class {name}:\n    def __init__(self, owner):\n        self.owner = owner\n        self.{parts} = []\n\n"
+    return lines + "\n".join(text for _, text in methods), name, [method for method, _ in methods]
+
+
+def editing(draw: Draw) -> str:
+    """Files to change and to repeat, and tasks of a coding agent."""
+    text, name, methods = program(draw)
+    method, other = (
+        draw.choice(methods),
+        draw.choice("append check fetch insert lookup open print reset".split()),
+    )
+    change = draw.choice(
+        [
+            f"Rename the class {name} to {name}{draw.choice(['Book', 'List', 'Box', 'Manager'])}.",
+            f"Rename the method {method} to {other}.",
+            f"Add a docstring to the method {method}.",
+            "Add a type hint to every argument.",
+            f"Add a method {other}(self, value).",
+            f"Change the method {method} so that it prints a line first.",
+            f"Change the method {method} so that it raises an error when there is nothing to do.",
+            "Put a comment above every method.",
+            f"Remove the method {method}.",
+        ]
+    )
+    return draw.choice(
+        [
+            f"{change} Answer with the whole file and nothing else.\n\n```python\n{text}```",
+            f"{change} Give me the complete code.\n\n{text}",
+            f"You are a programming assistant. Your task: {change} This is the file.\n\n```python\n{text}```\n\nFirst say what you will do, then write the new method.",
+            f"You are a coding agent. {change}\n\n```python\n{text}```\n\nWrite only the method that changes.",
+            f"Explain what each method of this class does.\n\n```python\n{text}```",
+            f"Write tests for this class.\n\n```python\n{text}```",
+            f"Copy this file exactly.\n\n```python\n{text}```",
+        ]
+    )
+
+
+def extraction(draw: Draw) -> str:
+    """Values to take out of lines or facts, as JSON, tables or lists."""
+    keys = draw.choice(
+        [
+            "number and name",
+            "name, thing and price",
+            "name and place",
+            "thing and count",
+            "number, price and place",
+        ]
+    )
+    task = draw.choice(
+        [
+            "Write the orders as a JSON list of objects.",
+            f"Extract {keys} of every order as JSON.",
+            f"Answer with JSON only: {keys} of each line.",
+            "Write these orders as a Markdown table.",
+            "Write a JSON object from order number to name.",
+            f"Write the orders above {draw.randint(50, 400)} EUR as JSON.",
+            f"Write {keys} of every line as CSV.",
+            "Make a bullet list of the orders, one sentence for each.",
+            "Write these orders as YAML.",
+            "What was ordered, by whom? Answer with one line for each order.",
+        ]
+    )  # fmt: skip
+    return f"{task}\n\n{orders(draw)}"
+
+
+def numbered(draw: Draw) -> str:
+    """A question that numbered passages answer, or do not."""
+    facts = [" ".join(sentence(draw) for _ in range(draw.randint(1, 3))) for _ in range(draw.randint(2, 4))]
+    text = "\n".join(f"Passage {number}: {fact}" for number, fact in enumerate(facts, 1))
+    question = draw.choice(
+        [
+            f"What do the passages say about {draw.choice(PLACES)}?",
+            f"Who is {draw.choice(NAMES)}?",
+            "Which towns are named, and why?",
+            "Which numbers are named, and what do they count?",
+            f"When did something happen to the {draw.choice(THINGS)}?",
+            "Which passage is about money?",
+            "What happened first?",
+        ]
+    )
+    return f"Use only these passages to answer.\n\n{text}\n\n{question}"
+
+
 KINDS: list[tuple[Callable[[Draw], str], float]] = [
-    (coding, 0.20), (knowledge, 0.27), (mathematics, 0.12), (languages, 0.07), (passages, 0.14), (writing, 0.20),
+    (coding, 0.13), (editing, 0.12), (extraction, 0.08), (knowledge, 0.20), (mathematics, 0.12), (languages, 0.10),
+    (numbered, 0.04), (passages, 0.08), (writing, 0.13),
 ]  # fmt: skip
 
 

@@ -3,13 +3,16 @@
 The block's input at row i is the model's hidden row of position i and the token at i + 1; what it should say is the
 model's greedy choice after that token. Two things are asked of it in each step:
 
-- one draft at every position: half of the loss is the cross-entropy of the model's choice, half the
-  distance to the model's own distribution, which its next hidden row gives for nothing;
+- one draft at every position. Its loss has three parts: the cross-entropy with the model's distribution, which the
+  model's next hidden row gives for nothing; that with the model's choice; and the mean squared difference of all
+  logits from the model's, which costs but one product with the square root of the embedding's covariance and keeps
+  the block from learning its few texts by heart;
 - on a part of the rows a second draft from the block's own output and the model's choice, whose keys and values are the
   first pass's up to the row and its own: what chaining does at inference.
 
-Both are computed over the tokens that the batch's labels name and a sample of the frequent ones, not over the
-whole vocabulary. Texts lie end to end; a batch is windows of that stream, and attention stays within a text.
+Cross-entropies are taken over the batch's labels, what the model held likely at the batch's positions and a sample of
+the frequent tokens, not over the whole vocabulary. Texts lie end to end; a batch is windows of that stream, and
+attention stays within a text.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from attrs import define, frozen
+from attrs import astuple, define, evolve, frozen
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -38,6 +43,9 @@ EPSILON = 1e-5
 WINDOW = 256
 HELD_OUT = 0.06  # share of the texts, the last ones, to watch progress with
 FREQUENT = 12_000  # tokens that negatives are drawn from
+LIKELY = 4  # tokens at each position whose probabilities the block learns
+
+Array = NDArray[Any]
 
 
 @frozen
@@ -48,31 +56,42 @@ class Stream:
     labels: Tensor
     text: Tensor
     """Number of the text that each position belongs to."""
-    hidden: np.ndarray
+    written: Tensor
+    """Whether the model wrote it, greedily."""
+    hidden: Array
+
+    likely: Tensor
+    """Tokens that cross-entropies are taken over at each position, `[positions, any]`: at least the label."""
 
     @staticmethod
-    def read(directories: Sequence[Path]) -> tuple[Stream, Stream]:
-        """To train on, and held out."""
-        parts = []
-        for directory in directories:
-            found = list(records(directory))
-            total = sum(record.length for record in found)
-            numbers = np.repeat(np.arange(len(found)), [record.length for record in found])
-            hidden = np.fromfile(directory / HIDDEN, np.float16, total * 576).reshape(total, 576)
-            tokens, labels = (np.fromfile(directory / name, np.int32, total) for name in (TOKENS, LABELS))
-            cut = sum(record.length for record in found[: int(len(found) * (1 - HELD_OUT))])
-            parts.append([(array[:cut], array[cut:]) for array in (tokens, labels, numbers, hidden)])
-        offset = np.cumsum([0] + [len(part[0][0]) + len(part[0][1]) for part in parts])
-        streams = []
-        for side in (0, 1):
-            tokens, labels, hidden = (np.concatenate([part[n][side] for part in parts]) for n in (0, 1, 3))
-            numbers = np.concatenate(
-                [part[2][side] + start for part, start in zip(parts, offset, strict=False)]
-            )
-            streams.append(
-                Stream(*(torch.from_numpy(a.astype(np.int64)) for a in (tokens, labels, numbers)), hidden)
-            )
-        return streams[0], streams[1]
+    def read(directory: Path) -> tuple[Stream, Stream]:
+        """The texts to train on, and those held out: the last ones."""
+        found = list(records(directory))
+        lengths = [record.length for record in found]
+        total, cut = sum(lengths), sum(lengths[: int(len(found) * (1 - HELD_OUT))])
+        tokens, labels = (np.fromfile(directory / name, np.int32, total) for name in (TOKENS, LABELS))
+        text = np.repeat(np.arange(len(found)), lengths)
+        written = [(np.arange(r.length) >= r.prompt) & (r.temperature == 0) for r in found]
+        hidden = np.fromfile(directory / HIDDEN, np.float16, total * 576).reshape(total, 576)
+        whole = Stream.of(tokens, labels, text, np.concatenate(written), hidden)
+        return whole.part(slice(cut)), whole.part(slice(cut, None))
+
+    @staticmethod
+    def of(tokens: Array, labels: Array, text: Array, written: Array, hidden: Array) -> Stream:
+        """From numpy's arrays."""
+        first, second, third = (torch.from_numpy(array.astype(np.int64)) for array in (tokens, labels, text))
+        return Stream(first, second, third, torch.from_numpy(written), hidden, second[:, None])
+
+    def part(self, which: slice) -> Stream:
+        """Some of the positions."""
+        return Stream(*(value[which] for value in astuple(self, recurse=False)))
+
+    @staticmethod
+    def joined(streams: Sequence[Stream]) -> Stream:
+        """One after the other."""
+        numbered = [evolve(some, text=some.text + (n << 32)) for n, some in enumerate(streams)]
+        columns = zip(*(astuple(some, recurse=False) for some in numbered), strict=True)
+        return Stream(*(np.concatenate(c) if isinstance(c[0], np.ndarray) else torch.cat(c) for c in columns))
 
     def batch(self, starts: Sequence[int]) -> Batch:
         """Windows that begin at `starts`; each needs WINDOW + 2 positions."""
@@ -88,6 +107,8 @@ class Stream:
             labels[:, 1 : WINDOW + 1],
             labels[:, 2:],
             hidden[:, 1:],
+            self.likely[index[:, 1 : WINDOW + 1]],
+            self.written[index[:, 1 : WINDOW + 1]],
             first,
             first & (now == last) & (tokens[:, 2:] == labels[:, 1 : WINDOW + 1]),
             ((now[:, :, None] == now[:, None, :]) & causal)[:, None],
@@ -105,6 +126,8 @@ class Batch:
     chained_labels: Tensor
     next_hidden: Tensor
     """The model's hidden row that gave the label."""
+    likely: Tensor
+    written: Tensor
     counts: Tensor
     """Where there is a label."""
     chained_counts: Tensor
@@ -199,12 +222,15 @@ class Settings:
     steps: int = 2000
     windows: int = 4
     chained: int = 1
-    negatives: int = 1500
-    rate: float = 2.5e-4
-    warmup: int = 10
+    negatives: int = 500
+    rate: float = 6e-4
+    warmup: int = 30
+    hard: float = 0.2  # share of the model's choice, the rest being its distribution's
+    squared: float = 0.1  # weight of the logits' mean squared difference
     average: float = 0.97
     seed: int = 1
-    every: int = 40
+    threads: int = 2
+    every: int = 100
 
 
 def build(header: Header, weights: blocks.Weights) -> tuple[Block, Tensor]:
@@ -221,14 +247,17 @@ def build(header: Header, weights: blocks.Weights) -> tuple[Block, Tensor]:
 def train(directories: Sequence[Path], target: Path, settings: Settings, begin: Path | None = None) -> None:
     """Trains on the texts in `directories`; writes the block to `target` each time it is better than before."""
     torch.manual_seed(settings.seed)
+    torch.set_num_threads(settings.threads)
     header = read_header(express.original())
     initial = blocks.initial(header)
     block, embedding = build(header, blocks.read(begin) if begin else initial)
     output_norm = torch.from_numpy(initial["nextn.shared_head_norm.weight"].copy())
-    stream, held_out = Stream.read(directories)
+    stream, held_out = map(Stream.joined, zip(*map(Stream.read, directories), strict=True))
     print(f"{len(stream.tokens)} tokens to train on, {len(held_out.tokens)} held out", flush=True)
     if not begin:
         fit(block, stream)
+    stream = evolve(stream, likely=likely(stream, embedding, output_norm))
+    root = spread(embedding)
     frequent = stream.labels.bincount(minlength=len(embedding)).argsort(descending=True)[:FREQUENT]
     optimizer = torch.optim.AdamW(block.parameters(), lr=settings.rate, weight_decay=0.01, betas=(0.9, 0.98))
     average = {name: p.detach().clone() for name, p in block.named_parameters()}
@@ -247,7 +276,7 @@ def train(directories: Sequence[Path], target: Path, settings: Settings, begin: 
             }
             names = " ".join(path.name for path in directories)
             provenance = {
-                "command": f"train {names} --steps {settings.steps} --seed {settings.seed}",
+                "command": f"train {names} --steps {settings.steps} --rate {settings.rate} --seed {settings.seed}",
                 "step": str(step),
                 "tokens": str(len(stream.tokens)),
                 "held out": f"accepted {first:.3f}, then {second:.3f}, of {len(held_out.tokens)} tokens",
@@ -263,7 +292,7 @@ def train(directories: Sequence[Path], target: Path, settings: Settings, begin: 
             group["lr"] = rate
         optimizer.zero_grad()
         batch = stream.batch(starts)
-        loss = _loss(block, batch, embedding, output_norm, frequent, settings)
+        loss = _loss(block, batch, embedding, output_norm, root, frequent, settings)
         loss.backward()
         nn.utils.clip_grad_norm_(block.parameters(), 1.0)
         optimizer.step()
@@ -320,8 +349,32 @@ def _windows(stream: Stream, settings: Settings) -> Iterator[list[int]]:
         del waiting[: settings.windows]
 
 
+@torch.no_grad()
+def likely(stream: Stream, embedding: Tensor, output_norm: Tensor, count: int = LIKELY) -> Tensor:
+    """The tokens that the model held most likely after each position, `[positions, count]`."""
+    pieces = []
+    for start in range(0, len(stream.tokens), 512):
+        rows = torch.from_numpy(stream.hidden[start : start + 512].astype(np.float32))
+        rows = functional.rms_norm(rows, output_norm.shape, output_norm, EPSILON)
+        pieces.append((rows @ embedding.T).topk(count).indices)
+    return torch.cat(pieces)
+
+
+def spread(embedding: Tensor) -> Tensor:
+    """A matrix R such that |d R|² is the variance over the vocabulary of the logits of a row d."""
+    centered = embedding - embedding.mean(dim=0)
+    covariance = centered.T @ centered / len(embedding)
+    return torch.linalg.cholesky(covariance + 1e-8 * torch.eye(len(covariance)))
+
+
 def _loss(
-    block: Block, batch: Batch, embedding: Tensor, output_norm: Tensor, frequent: Tensor, settings: Settings
+    block: Block,
+    batch: Batch,
+    embedding: Tensor,
+    output_norm: Tensor,
+    root: Tensor,
+    frequent: Tensor,
+    settings: Settings,
 ) -> Tensor:
     chained = settings.chained
     first, second = block.drafts(batch, chained)
@@ -329,31 +382,31 @@ def _loss(
     chained_counts = batch.chained_counts[:chained]
     chained_labels = batch.chained_labels[:chained][chained_counts]
     negatives = frequent[torch.randint(len(frequent), (settings.negatives,))]
-    candidates = torch.cat([labels, chained_labels, negatives]).unique()
+    candidates = torch.cat([labels, chained_labels, batch.likely.flatten(), negatives]).unique()
     matrix = embedding[candidates]
-    with torch.no_grad():
-        rows = functional.rms_norm(batch.next_hidden[batch.counts], output_norm.shape, output_norm, EPSILON)
-        distribution = (rows @ matrix.T).softmax(dim=-1)
+    rows = functional.rms_norm(batch.next_hidden[batch.counts], output_norm.shape, output_norm, EPSILON)
+    distribution = (rows @ matrix.T).softmax(dim=-1)
     said = first[batch.counts] @ matrix.T
     hard = functional.cross_entropy(said, torch.searchsorted(candidates, labels))
     soft = functional.cross_entropy(said, distribution)
+    squared = ((first[batch.counts] - rows) @ root).square().sum(dim=-1).mean()
     chain = functional.cross_entropy(
         second[chained_counts] @ matrix.T, torch.searchsorted(candidates, chained_labels)
     )
-    return 0.5 * hard + 0.5 * soft + 0.5 * chain
+    return settings.hard * hard + (1 - settings.hard) * soft + settings.squared * squared + 0.5 * chain
 
 
 @torch.no_grad()
 def _measure(
     block: Block, average: dict[str, Tensor], stream: Stream, embedding: Tensor
 ) -> tuple[float, float]:
-    """Share of first drafts that are the model's choice, and of second ones, of the averaged weights."""
+    """Share of first drafts that are the model's choice in what it wrote, and of second ones; averaged weights."""
     parameters = dict(block.named_parameters())
     kept = {name: p.detach().clone() for name, p in parameters.items()}
     for name, p in parameters.items():
         p.copy_(average[name])
     right, counts = torch.zeros(2), torch.zeros(2)
-    starts = list(range(0, len(stream.tokens) - WINDOW - 2, WINDOW))[:8]
+    starts = list(range(0, len(stream.tokens) - WINDOW - 2, WINDOW))
     for start in starts:
         batch = stream.batch([start])
         for number, (rows, labels, where) in enumerate(
@@ -364,6 +417,7 @@ def _measure(
                 strict=True,
             )
         ):
+            where = where & batch.written[: len(where)]
             right[number] += ((rows[where] @ embedding.T).argmax(dim=-1) == labels[where]).sum()
             counts[number] += where.sum()
     for name, p in parameters.items():
