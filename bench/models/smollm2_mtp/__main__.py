@@ -21,7 +21,7 @@ def main() -> None:
     command.add_argument("--block", type=Path, required=True, help="where to write the block")
     command.add_argument("--begin", type=Path, help="a block to go on from")
     command.add_argument("--steps", type=int, default=2000)
-    command.add_argument("--rate", type=float, default=6e-4, help="the highest learning rate")
+    command.add_argument("--rate", type=float, default=2.5e-4, help="the highest learning rate")
     command.add_argument("--seed", type=int, default=1)
     command.add_argument("--threads", type=int, default=2)
     command = commands.add_parser("evaluate", help="measure how often drafts are accepted, with llama.cpp")

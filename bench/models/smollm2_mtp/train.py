@@ -3,16 +3,13 @@
 The block's input at row i is the model's hidden row of position i and the token at i + 1; what it should say is the
 model's greedy choice after that token. Two things are asked of it in each step:
 
-- one draft at every position. Its loss has three parts: the cross-entropy with the model's distribution, which the
-  model's next hidden row gives for nothing; that with the model's choice; and the mean squared difference of all
-  logits from the model's, which costs but one product with the square root of the embedding's covariance and keeps
-  the block from learning its few texts by heart;
+- one draft at every position: half of the loss is the cross-entropy of the model's choice, half the
+  distance to the model's own distribution, which its next hidden row gives for nothing;
 - on a part of the rows a second draft from the block's own output and the model's choice, whose keys and values are the
   first pass's up to the row and its own: what chaining does at inference.
 
-Cross-entropies are taken over the batch's labels, what the model held likely at the batch's positions and a sample of
-the frequent tokens, not over the whole vocabulary. Texts lie end to end; a batch is windows of that stream, and
-attention stays within a text.
+Both are computed over the tokens that the batch's labels name and a sample of the frequent ones, not over the
+whole vocabulary. Texts lie end to end; a batch is windows of that stream, and attention stays within a text.
 """
 
 from __future__ import annotations
@@ -43,7 +40,6 @@ EPSILON = 1e-5
 WINDOW = 256
 HELD_OUT = 0.06  # share of the texts, the last ones, to watch progress with
 FREQUENT = 12_000  # tokens that negatives are drawn from
-LIKELY = 4  # tokens at each position whose probabilities the block learns
 
 Array = NDArray[Any]
 
@@ -60,9 +56,6 @@ class Stream:
     """Whether the model wrote it, greedily."""
     hidden: Array
 
-    likely: Tensor
-    """Tokens that cross-entropies are taken over at each position, `[positions, any]`: at least the label."""
-
     @staticmethod
     def read(directory: Path) -> tuple[Stream, Stream]:
         """The texts to train on, and those held out: the last ones."""
@@ -73,14 +66,9 @@ class Stream:
         text = np.repeat(np.arange(len(found)), lengths)
         written = [(np.arange(r.length) >= r.prompt) & (r.temperature == 0) for r in found]
         hidden = np.fromfile(directory / HIDDEN, np.float16, total * 576).reshape(total, 576)
-        whole = Stream.of(tokens, labels, text, np.concatenate(written), hidden)
+        columns = (torch.from_numpy(array.astype(np.int64)) for array in (tokens, labels, text))
+        whole = Stream(*columns, torch.from_numpy(np.concatenate(written)), hidden)
         return whole.part(slice(cut)), whole.part(slice(cut, None))
-
-    @staticmethod
-    def of(tokens: Array, labels: Array, text: Array, written: Array, hidden: Array) -> Stream:
-        """From numpy's arrays."""
-        first, second, third = (torch.from_numpy(array.astype(np.int64)) for array in (tokens, labels, text))
-        return Stream(first, second, third, torch.from_numpy(written), hidden, second[:, None])
 
     def part(self, which: slice) -> Stream:
         """Some of the positions."""
@@ -107,7 +95,6 @@ class Stream:
             labels[:, 1 : WINDOW + 1],
             labels[:, 2:],
             hidden[:, 1:],
-            self.likely[index[:, 1 : WINDOW + 1]],
             self.written[index[:, 1 : WINDOW + 1]],
             first,
             first & (now == last) & (tokens[:, 2:] == labels[:, 1 : WINDOW + 1]),
@@ -126,8 +113,8 @@ class Batch:
     chained_labels: Tensor
     next_hidden: Tensor
     """The model's hidden row that gave the label."""
-    likely: Tensor
     written: Tensor
+    """Where the token is one that the model wrote, greedily."""
     counts: Tensor
     """Where there is a label."""
     chained_counts: Tensor
@@ -222,11 +209,9 @@ class Settings:
     steps: int = 2000
     windows: int = 4
     chained: int = 1
-    negatives: int = 500
-    rate: float = 6e-4
-    warmup: int = 30
-    hard: float = 0.2  # share of the model's choice, the rest being its distribution's
-    squared: float = 0.1  # weight of the logits' mean squared difference
+    negatives: int = 1500
+    rate: float = 2.5e-4
+    warmup: int = 10
     average: float = 0.97
     seed: int = 1
     threads: int = 2
@@ -256,8 +241,6 @@ def train(directories: Sequence[Path], target: Path, settings: Settings, begin: 
     print(f"{len(stream.tokens)} tokens to train on, {len(held_out.tokens)} held out", flush=True)
     if not begin:
         fit(block, stream)
-    stream = evolve(stream, likely=likely(stream, embedding, output_norm))
-    root = spread(embedding)
     frequent = stream.labels.bincount(minlength=len(embedding)).argsort(descending=True)[:FREQUENT]
     optimizer = torch.optim.AdamW(block.parameters(), lr=settings.rate, weight_decay=0.01, betas=(0.9, 0.98))
     average = {name: p.detach().clone() for name, p in block.named_parameters()}
@@ -277,6 +260,7 @@ def train(directories: Sequence[Path], target: Path, settings: Settings, begin: 
             names = " ".join(path.name for path in directories)
             provenance = {
                 "command": f"train {names} --steps {settings.steps} --rate {settings.rate} --seed {settings.seed}",
+                "begun with": begin.name if begin else "the last layer",
                 "step": str(step),
                 "tokens": str(len(stream.tokens)),
                 "held out": f"accepted {first:.3f}, then {second:.3f}, of {len(held_out.tokens)} tokens",
@@ -292,7 +276,7 @@ def train(directories: Sequence[Path], target: Path, settings: Settings, begin: 
             group["lr"] = rate
         optimizer.zero_grad()
         batch = stream.batch(starts)
-        loss = _loss(block, batch, embedding, output_norm, root, frequent, settings)
+        loss = _loss(block, batch, embedding, output_norm, frequent, settings)
         loss.backward()
         nn.utils.clip_grad_norm_(block.parameters(), 1.0)
         optimizer.step()
@@ -349,32 +333,8 @@ def _windows(stream: Stream, settings: Settings) -> Iterator[list[int]]:
         del waiting[: settings.windows]
 
 
-@torch.no_grad()
-def likely(stream: Stream, embedding: Tensor, output_norm: Tensor, count: int = LIKELY) -> Tensor:
-    """The tokens that the model held most likely after each position, `[positions, count]`."""
-    pieces = []
-    for start in range(0, len(stream.tokens), 512):
-        rows = torch.from_numpy(stream.hidden[start : start + 512].astype(np.float32))
-        rows = functional.rms_norm(rows, output_norm.shape, output_norm, EPSILON)
-        pieces.append((rows @ embedding.T).topk(count).indices)
-    return torch.cat(pieces)
-
-
-def spread(embedding: Tensor) -> Tensor:
-    """A matrix R such that |d R|² is the variance over the vocabulary of the logits of a row d."""
-    centered = embedding - embedding.mean(dim=0)
-    covariance = centered.T @ centered / len(embedding)
-    return torch.linalg.cholesky(covariance + 1e-8 * torch.eye(len(covariance)))
-
-
 def _loss(
-    block: Block,
-    batch: Batch,
-    embedding: Tensor,
-    output_norm: Tensor,
-    root: Tensor,
-    frequent: Tensor,
-    settings: Settings,
+    block: Block, batch: Batch, embedding: Tensor, output_norm: Tensor, frequent: Tensor, settings: Settings
 ) -> Tensor:
     chained = settings.chained
     first, second = block.drafts(batch, chained)
@@ -382,18 +342,18 @@ def _loss(
     chained_counts = batch.chained_counts[:chained]
     chained_labels = batch.chained_labels[:chained][chained_counts]
     negatives = frequent[torch.randint(len(frequent), (settings.negatives,))]
-    candidates = torch.cat([labels, chained_labels, batch.likely.flatten(), negatives]).unique()
+    candidates = torch.cat([labels, chained_labels, negatives]).unique()
     matrix = embedding[candidates]
-    rows = functional.rms_norm(batch.next_hidden[batch.counts], output_norm.shape, output_norm, EPSILON)
-    distribution = (rows @ matrix.T).softmax(dim=-1)
+    with torch.no_grad():
+        rows = functional.rms_norm(batch.next_hidden[batch.counts], output_norm.shape, output_norm, EPSILON)
+        distribution = (rows @ matrix.T).softmax(dim=-1)
     said = first[batch.counts] @ matrix.T
     hard = functional.cross_entropy(said, torch.searchsorted(candidates, labels))
     soft = functional.cross_entropy(said, distribution)
-    squared = ((first[batch.counts] - rows) @ root).square().sum(dim=-1).mean()
     chain = functional.cross_entropy(
         second[chained_counts] @ matrix.T, torch.searchsorted(candidates, chained_labels)
     )
-    return settings.hard * hard + (1 - settings.hard) * soft + settings.squared * squared + 0.5 * chain
+    return 0.5 * hard + 0.5 * soft + 0.5 * chain
 
 
 @torch.no_grad()
