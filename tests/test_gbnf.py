@@ -253,7 +253,11 @@ def test_a_pattern_lets_through_what_it_matches(
 ) -> None:
     """Whatever passes matches; and of what matches, all that readers agree on passes: in ASCII, everything."""
     pattern = "^" * begins + inner + "$" * ends
-    grammar = json_schema({"type": "string", "pattern": pattern})
+    try:
+        grammar = json_schema({"type": "string", "pattern": pattern})
+    except UsageError as error:  # (a?)+ and its like
+        assert "what may be empty is repeated without end" in str(error)  # noqa: PT017
+        return
     state = Grammar(grammar, vocabulary.pointer, 0)
     state.close()
     whole = re.compile(f"(?:{pattern.replace('$', chr(92) + 'Z')})")
