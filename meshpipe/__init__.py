@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meshpipe.pipeline.coordinator import Completion, Coordinator, Generation
     from meshpipe.pipeline.fallback import LocalFallback
     from meshpipe.pipeline.report import Report
-    from meshpipe.pipeline.session import Piece
+    from meshpipe.pipeline.request import Piece
     from meshpipe.speculation.ngram import NgramConfig
     from meshpipe.speculation.settings import Speculation
     from meshpipe.topology.layout import StagePlace, Topology
@@ -38,7 +38,7 @@ _HOMES = {
     "LocalFallback": "pipeline.fallback",
     "MeshpipeError": "errors",
     "NgramConfig": "speculation.ngram",
-    "Piece": "pipeline.session",
+    "Piece": "pipeline.request",
     "Pipeline": "pipeline.api",
     "Report": "pipeline.report",
     "Sampling": "messages",

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from meshpipe.errors import UsageError
 from meshpipe.pipeline.coordinator import Completion, Coordinator
-from meshpipe.pipeline.session import Piece
+from meshpipe.pipeline.request import Piece
 from meshpipe.portal import Delivered, Facade, Feed, Portal, Stream
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from meshpipe.pipeline.coordinator import Completion, Coordinator
-from meshpipe.pipeline.session import Piece
+from meshpipe.pipeline.request import Piece
 from meshpipe.portal import Delivered, Facade, Feed, Portal, Stream
 
 T = TypeVar("T")

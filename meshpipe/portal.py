@@ -22,7 +22,7 @@ from meshpipe.pipeline.coordinator import Coordinator, Generation
 from meshpipe.pipeline.local import open_local
 from meshpipe.pipeline.remote import open_remote, open_spawned
 from meshpipe.pipeline.report import Report
-from meshpipe.pipeline.session import Piece
+from meshpipe.pipeline.request import Piece
 
 T = TypeVar("T")
 F = TypeVar("F", bound="Facade")

@@ -16,8 +16,8 @@ from test_breaking import Heard
 from meshpipe.errors import ActorGoneError, CapacityError, OverloadedError, StageLostError
 from meshpipe.messages import Discard, OpenSession, StageDescriptor, Window
 from meshpipe.pipeline.host import StageHost
+from meshpipe.pipeline.route import Arrival, Route, stage_mailbox
 from meshpipe.pipeline.runner import SimulatedRunner
-from meshpipe.pipeline.stage import Arrival, Route, stage_mailbox
 from meshpipe.serving.errors import of_failure
 
 

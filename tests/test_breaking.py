@@ -43,10 +43,11 @@ from meshpipe.messages import (
 )
 from meshpipe.pipeline import returns
 from meshpipe.pipeline.remote import open_remote
+from meshpipe.pipeline.request import Cancel, session_mailbox
+from meshpipe.pipeline.route import Arrival, Route, RouteLost, Sender, stage_mailbox
 from meshpipe.pipeline.runner import Job, Result, SimulatedRunner
-from meshpipe.pipeline.session import Cancel, session_mailbox
 from meshpipe.pipeline.sink import ReturnSink
-from meshpipe.pipeline.stage import Arrival, Route, RouteLost, Sender, Stage, stage_mailbox
+from meshpipe.pipeline.stage import Stage
 from meshpipe.pipeline.way import Way
 from meshpipe.wire import OPEN, Address
 from meshpipe.wire.endpoints import connect, connect_link

@@ -24,7 +24,7 @@ from meshpipe import blocking
 from meshpipe.cli import chat, main
 from meshpipe.cli.commands import parser
 from meshpipe.errors import StageLostError
-from meshpipe.pipeline.session import Piece
+from meshpipe.pipeline.request import Piece
 
 
 def subcommands() -> dict[str, argparse.ArgumentParser]:

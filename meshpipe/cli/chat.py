@@ -24,7 +24,7 @@ from meshpipe.configuration.kinds import Integer
 from meshpipe.errors import CapacityError, UsageError
 from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.pipeline.report import Report
-from meshpipe.pipeline.session import Piece
+from meshpipe.pipeline.request import Piece
 
 HELP = "/new begins a new conversation; Ctrl-C ends an answer, Ctrl-D the chat."
 

@@ -31,19 +31,19 @@ from meshpipe.pipeline.credits import CreditScheduler
 from meshpipe.pipeline.lanes import Lanes
 from meshpipe.pipeline.proposer import Load, Proposers, Told, draft_model, nextn_block
 from meshpipe.pipeline.report import Report
-from meshpipe.pipeline.session import (
+from meshpipe.pipeline.request import (
     Cancel,
     Output,
     Piece,
     Request,
     Reroute,
-    Session,
     Surroundings,
     WayChanged,
     session_mailbox,
 )
+from meshpipe.pipeline.route import Sender
+from meshpipe.pipeline.session import Session
 from meshpipe.pipeline.sink import ReturnSink
-from meshpipe.pipeline.stage import Sender
 from meshpipe.pipeline.stops import StopStrings
 from meshpipe.pipeline.tracing import Tracer
 from meshpipe.pipeline.way import Way

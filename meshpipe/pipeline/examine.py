@@ -18,7 +18,7 @@ from attrs import frozen
 from meshpipe.actors.scope import owned_nursery
 from meshpipe.errors import MeshpipeError, StageLostError
 from meshpipe.messages import Hello, OpenSession, SessionFailed, StageDescriptor, Window
-from meshpipe.pipeline.stage import UPWARD
+from meshpipe.pipeline.route import UPWARD
 from meshpipe.telemetry.clocks import Offset, estimate
 from meshpipe.topology.layout import Topology
 from meshpipe.wire.endpoints import WARM_UP, Address, connect_link

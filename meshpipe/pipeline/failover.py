@@ -23,9 +23,9 @@ from attrs import frozen
 from meshpipe.actors.scope import owned_nursery
 from meshpipe.errors import ActorGoneError, HandshakeError, MeshpipeError, StageLostError
 from meshpipe.messages import Echo, StageDescriptor
-from meshpipe.pipeline.session import session_mailbox
+from meshpipe.pipeline.request import session_mailbox
+from meshpipe.pipeline.route import Sender
 from meshpipe.pipeline.sink import ReturnSink
-from meshpipe.pipeline.stage import Sender
 from meshpipe.pipeline.way import Way
 from meshpipe.topology.layout import StagePlace
 from meshpipe.wire.endpoints import STEADY, WARM_UP

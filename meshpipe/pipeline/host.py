@@ -34,8 +34,9 @@ from meshpipe.messages import (
     Welcome,
     Window,
 )
+from meshpipe.pipeline.route import UPWARD, Inlet, Nothing, Route, RouteLost, Sender, stage_mailbox
 from meshpipe.pipeline.runner import Runner
-from meshpipe.pipeline.stage import UPWARD, Inlet, Nothing, Route, RouteLost, Sender, Stage, stage_mailbox
+from meshpipe.pipeline.stage import Stage
 from meshpipe.pipeline.tracing import send_spans
 from meshpipe.telemetry.spans import LinkSpans, Recorder
 from meshpipe.topology.lock import Lock, check_stage

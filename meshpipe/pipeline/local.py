@@ -19,9 +19,10 @@ from meshpipe.llama.slicing import slice_model
 from meshpipe.llama.vocabulary import Vocabulary
 from meshpipe.pipeline.coordinator import QUEUE, STALL_DEADLINE, Coordinator
 from meshpipe.pipeline.planning import Split, plan
+from meshpipe.pipeline.route import Inlet, Nothing, Route, Sender, stage_mailbox
 from meshpipe.pipeline.runner import LlamaRunner, Runner
 from meshpipe.pipeline.sink import ReturnSink
-from meshpipe.pipeline.stage import Inlet, Nothing, Route, Sender, Stage, stage_mailbox
+from meshpipe.pipeline.stage import Stage
 from meshpipe.pipeline.tracing import Tracer
 from meshpipe.telemetry.spans import LinkSpans, Recorder
 from meshpipe.wire.conditions import Conditions

@@ -30,7 +30,7 @@ from meshpipe.llama.draft import Drafted, DraftModel
 from meshpipe.llama.nextn import NextnModel
 from meshpipe.llama.vocabulary import Vocabulary
 from meshpipe.messages import CloseSession, Follow, Hidden, OpenSession, Proposal, Rows, Sampling
-from meshpipe.pipeline.stage import Sender
+from meshpipe.pipeline.route import Sender
 from meshpipe.speculation.run_ahead import DraftJob, RunAhead
 from meshpipe.telemetry.spans import Kind, Recorder, Span
 

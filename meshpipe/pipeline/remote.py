@@ -25,10 +25,10 @@ from meshpipe.pipeline.coordinator import QUEUE, QUEUE_DEADLINE, RESUME_DEADLINE
 from meshpipe.pipeline.failover import Attempt, Failover, Joined, round_trip
 from meshpipe.pipeline.fallback import LocalFallback
 from meshpipe.pipeline.planning import Split, plan
+from meshpipe.pipeline.request import Reroute
 from meshpipe.pipeline.returns import ReturnRoute
-from meshpipe.pipeline.session import Reroute
+from meshpipe.pipeline.route import UPWARD
 from meshpipe.pipeline.sink import ReturnSink
-from meshpipe.pipeline.stage import UPWARD
 from meshpipe.pipeline.tracing import RemoteTracer
 from meshpipe.pipeline.way import Way
 from meshpipe.telemetry.spans import COORDINATOR, LinkSpans, Recorder

@@ -11,8 +11,8 @@ from attrs import define, field
 
 from meshpipe.errors import ActorGoneError, HandshakeError, MeshpipeError, UsageError
 from meshpipe.messages import Hello, OpenReturn
+from meshpipe.pipeline.route import UPWARD
 from meshpipe.pipeline.sink import ReturnSink
-from meshpipe.pipeline.stage import UPWARD
 from meshpipe.wire.endpoints import STEADY, WARM_UP, Address, Call, connect, listen, local_address, serve
 from meshpipe.wire.link import HEARTBEAT, Heartbeat, Link
 from meshpipe.wire.security import Security

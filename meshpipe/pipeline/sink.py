@@ -8,7 +8,7 @@ from contextlib import suppress
 from meshpipe.actors import Ref
 from meshpipe.errors import ActorGoneError
 from meshpipe.messages import Echo, Progress, Proposal, Reply, SessionFailed, SessionOpened, Spans
-from meshpipe.pipeline.session import SessionMessage
+from meshpipe.pipeline.request import SessionMessage
 
 
 class ReturnSink:

@@ -15,7 +15,7 @@ from enum import Enum
 import trio
 
 from meshpipe.errors import ActorGoneError, StageLostError
-from meshpipe.pipeline.stage import Sender
+from meshpipe.pipeline.route import Sender
 
 
 class WayState(Enum):

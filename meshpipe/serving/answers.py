@@ -21,7 +21,7 @@ from meshpipe.llama.vocabulary import Vocabulary
 from meshpipe.messages import TokenLogprobs
 from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.pipeline.report import Report
-from meshpipe.pipeline.session import Piece
+from meshpipe.pipeline.request import Piece
 from meshpipe.serving.prompts import Plan, Task
 from meshpipe.serving.schemas import (
     Acceptance,
