@@ -6,10 +6,12 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -159,6 +161,7 @@ def test_references_and_tuples(vocabulary: Vocabulary) -> None:
         ({"type": "string", "pattern": 7}, "it must be a text"),
         ({"type": "integer", "minimum": 1, "maximum": 0}, "no integer lies between"),
         ({"type": "number", "exclusiveMinimum": 1, "maximum": 1}, "lies between the bounds"),
+        ({"type": "integer", "minimum": 10**400}, "at most 15 digits"),
         ({"type": "integer", "exclusiveMinimum": True}, "exclusiveMinimum at / is True"),
         ({"type": "number", "multipleOf": 0.1}, "multipleOf at / is 0.1"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf at /: a value may fit both"),
@@ -269,6 +272,26 @@ def test_a_pattern_lets_through_what_it_matches(
         text = "".join(dice.choice([one, "a", "0", ""]) for one in text) + dice.choice(["", "a", "."])
 
 
+def test_a_pattern_that_can_be_read_in_many_ways_has_one(vocabulary: Vocabulary) -> None:
+    """llama.cpp would follow all of them: 2^60 here."""
+    for pattern in ("^([a-z]?){60}$", "^((a|b|ab)?(a|ba)?){20}$", "^" + "[a-z]*" * 60 + "$"):
+        grammar = Grammar(json_schema({"type": "string", "pattern": pattern}), vocabulary.pointer, 0)
+        said = vocabulary.tokenize('"abab', start=False, special=False)
+        assert grammar.advance(said, len(said))
+        assert grammar.allows(vocabulary.tokenize("a", start=False)[0])
+        grammar.mask(np.zeros(vocabulary.size, np.float32))
+        grammar.close()
+    with pytest.raises(UsageError, match="too many ways"):
+        json_schema({"type": "string", "pattern": "(a|b)*a(a|b){12}"})
+
+
+@pytest.mark.parametrize("pattern", ["^(|a)$", "^a{0}$", "^$", "^(?:)a?$"])
+def test_a_pattern_may_have_nothing_in_it(vocabulary: Vocabulary, pattern: str) -> None:
+    grammar = json_schema({"type": "string", "pattern": pattern})
+    for text in ("", "a", "b"):
+        assert matches(vocabulary, grammar, json.dumps(text)) == bool(re.search(pattern, text))
+
+
 numbers = (
     st.integers(-200, 200) | st.decimals(-20, 20, places=2).map(float) | st.sampled_from([1e-9, 0.1 + 0.2])
 )
@@ -322,3 +345,15 @@ def test_formats(vocabulary: Vocabulary) -> None:
         grammar = json_schema({"type": "string", "format": form})
         assert matches(vocabulary, grammar, json.dumps(right)), form
         assert not matches(vocabulary, grammar, json.dumps(wrong)), form
+    grammar = json_schema({"type": "string", "format": "date"})
+    for year in (*range(12), *range(90, 112), *range(896, 1012), *range(1890, 2110)):
+        for day in ("01-31", "02-29", "12-30"):
+            text = f"{year:04}-{day}"
+            assert matches(vocabulary, grammar, json.dumps(text)) == _is_date(text), text
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return bool(date.fromisoformat(text))
+    except ValueError:
+        return False

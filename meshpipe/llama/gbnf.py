@@ -10,7 +10,6 @@ Properties come in the schema's order; properties that it does not name are not 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
@@ -18,9 +17,9 @@ from itertools import combinations
 from typing import Any
 
 from meshpipe.errors import UsageError
-from meshpipe.llama import bounds, patterns
+from meshpipe.llama import automata, bounds, patterns
 
-MAX_RULES = 1000
+MAX_RULES = 2000
 MAX_DEPTH = 32
 MAX_REPEATS = 500
 """For minItems, maxItems, minLength and maxLength."""
@@ -41,7 +40,9 @@ null ::= "null"
 value ::= object | array | string | number | boolean | null
 object ::= "{" ws (string ws ":" ws value ws ("," ws string ws ":" ws value ws)*)? "}"
 array ::= "[" ws (value ws ("," ws value ws)*)? "]"
-date ::= [0-9]{3} [1-9] "-" (("0" [13578] | "1" [02]) "-" (day | "3" [01]) | ("0" [469] | "11") "-" (day | "30") | "02-" ("0" [1-9] | "1" [0-9] | "2" [0-8]))
+date ::= year "-" (("0" [13578] | "1" [02]) "-" (day | "3" [01]) | ("0" [469] | "11") "-" (day | "30") | "02-" ("0" [1-9] | "1" [0-9] | "2" [0-8])) | leap "-02-29"
+year ::= [1-9] [0-9]{3} | "0" ([1-9] [0-9]{2} | "0" ([1-9] [0-9] | "0" [1-9]))
+leap ::= [0-9]{2} ("0" [48] | [2468] [048] | [13579] [26]) | ([02468] [48] | [13579] [26] | [2468] "0") "00"
 day ::= "0" [1-9] | [12] [0-9]
 time ::= ([01] [0-9] | "2" [0-3]) ":" [0-5] [0-9] ":" [0-5] [0-9] ("." [0-9]{1,6})? ("Z" | [-+] ([01] [0-9] | "2" [0-3]) ":" [0-5] [0-9])
 uuid ::= [0-9a-f]{8} "-" [0-9a-f]{4} "-" [0-9a-f]{4} "-" [0-9a-f]{4} "-" [0-9a-f]{12}
@@ -124,6 +125,7 @@ class _Rules:
         self.root = root
         self._rules: list[str] = []
         self._known: dict[tuple[int, str], str] = {}  # rules of references, by root and path
+        self._classes: dict[patterns.Ranges, str] = {}  # rules of the characters of patterns
 
     def text(self, root: str) -> str:
         """The whole grammar."""
@@ -136,6 +138,10 @@ class _Rules:
             raise UsageError(f"the schema is too large: it needs more than {MAX_RULES} grammar rules")
         self._rules.append(rule)
         return f"r{len(self._rules) - 1}"
+
+    def _define(self, name: str, rule: str) -> None:
+        """Gives a rule that was added empty, so that others can refer to it, what it says."""
+        self._rules[int(name[1:])] = rule
 
     def visit(self, schema: Any, path: str, depth: int) -> str:
         """The name of a rule that matches the values of a schema."""
@@ -189,7 +195,7 @@ class _Rules:
             inner = self.visit(found, target, depth + 1)
             if inner == name:
                 raise UsageError(f"$ref at {path or '/'} refers to itself")
-            self._rules[int(name[1:])] = inner
+            self._define(name, inner)
         return self._known[key]
 
     def _const(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
@@ -335,8 +341,17 @@ class _Rules:
         return self.add(f'"\\"" plain{_times(least, most)} "\\""')
 
     def _pattern(self, pattern: str, least: int, most: int | None) -> str:
-        node = patterns.bounded(patterns.parse(pattern), least, most)
-        return self.add(f'"\\"" {patterns.grammar(node, self.add)} "\\""')
+        states = automata.automaton(patterns.bounded(patterns.parse(pattern), least, most))
+        names = [self.add("") for _ in states]
+        for name, state in zip(names, states, strict=True):
+            self._define(name, automata.rule(state, names, [self._class(chars) for chars, _ in state.moves]))
+        return self.add(f'"\\"" {names[0]} "\\""')
+
+    def _class(self, chars: patterns.Ranges) -> str:
+        """The name of a rule for one of these characters."""
+        if chars not in self._classes:
+            self._classes[chars] = self.add(patterns.written(chars))
+        return self._classes[chars]
 
     def _integer(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
         if "multipleOf" in schema:
@@ -370,7 +385,7 @@ class _Rules:
         names = [self.add("") for _ in range(modulus)]
         rules, whole = bounds.multiples(names)
         for name, rule in zip(names, rules, strict=True):
-            self._rules[int(name[1:])] = rule
+            self._define(name, rule)
         return self.add(whole)
 
 
@@ -449,7 +464,7 @@ def _ends(schema: Mapping[str, Any], path: str) -> tuple[bounds.Bound | None, bo
             continue
         value = schema[word]
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or abs(value) > bounds.MOST:
+        if not number or not abs(value) <= bounds.MOST:  # nor NaN
             raise UsageError(
                 f"{word} at {path or '/'} is {_brief(value)}: it must be a number of at most {bounds.DIGITS} digits "
                 "before the point"

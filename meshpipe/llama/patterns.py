@@ -8,8 +8,6 @@ without an anchor lets any text stand there. Look-around, back-references and \b
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from attrs import evolve, frozen
 
 from meshpipe.errors import UsageError
@@ -83,18 +81,6 @@ def bounded(node: Node, least: int, most: int | None) -> Node:
     raise UsageError("a length beside such a pattern is not supported: write it into the pattern, as {1,20}")
 
 
-def grammar(node: Node, add: Callable[[str], str]) -> str:
-    """A GBNF symbol for a node; `add` makes a rule and returns its name."""
-    if isinstance(node, Chars):
-        return add(" | ".join(_written(node.ranges)))
-    if isinstance(node, Then):
-        return add(" ".join(grammar(part, add) for part in node.parts))
-    if isinstance(node, Either):
-        return add(" | ".join(grammar(branch, add) for branch in node.branches))
-    most = "" if node.most is None else node.most
-    return add(f"{grammar(node.part, add)}{{{node.least},{most}}}") if node.most != 0 else add("")
-
-
 # ---- characters ---------------------------------------------------------------------------------------
 
 
@@ -163,8 +149,16 @@ _ESCAPED = {34: '\\"', 92: "\\\\", 8: "\\b", 12: "\\f", 10: "\\n", 13: "\\r", 9:
 ANY = Chars(ranges(*_RAW, *((one, one) for one in _ESCAPED)))
 
 
-def _written(found: Ranges) -> list[str]:
-    """GBNF alternatives for one character as JSON; control characters without a short escape are not written."""
+def writable(found: Ranges) -> Ranges:
+    """Those of the characters that are written here. Raises UsageError if none is."""
+    rest = _both(found, ANY.ranges)
+    if not rest:
+        raise UsageError("a class of the pattern has only characters that are not written here")
+    return rest
+
+
+def written(found: Ranges) -> str:
+    """The GBNF alternatives for one character, out of those that are written, as JSON."""
     inside = "".join(
         f"\\U{low:08X}" + (f"-\\U{high:08X}" if high > low else "") for low, high in _both(found, _RAW)
     )
@@ -173,10 +167,7 @@ def _written(found: Ranges) -> list[str]:
         for code, text in _ESCAPED.items()
         if any(low <= code <= high for low, high in found)
     ]
-    alternatives = ([f"[{inside}]"] if inside else []) + escaped
-    if not alternatives:
-        raise UsageError("a class of the pattern has only characters that are not written here")
-    return alternatives
+    return " | ".join(([f"[{inside}]"] if inside else []) + escaped)
 
 
 # ---- sizes --------------------------------------------------------------------------------------------

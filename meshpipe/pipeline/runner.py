@@ -183,7 +183,7 @@ class LlamaRunner:
         return self._engine.length(lane)
 
     def steps(self) -> int:
-        """See `Runner.steps`: nodes computed, and windows picked for."""
+        """See `Runner.steps`: nodes computed, and tokens picked."""
         return self._engine.steps + self._picked
 
     async def run(self, jobs: Sequence[Job]) -> list[Result]:
@@ -221,7 +221,6 @@ class LlamaRunner:
             if job.window.wanted and not _goes_on(job, picks):
                 wrong.add(job.lane)
             results.append(picks)
-            self._picked += 1
         return results
 
     def _with_drafts(self, job: Job, picks: Picks, hidden: Rows | None) -> Picks:
@@ -254,9 +253,12 @@ class LlamaRunner:
     def _picks(self, job: Job, logits: Rows) -> Picks:
         window, sampler = job.window, self._samplers[job.lane]
         first = window.width - window.wanted
-        tokens = matching_picks(
-            window, lambda i: sampler.pick(logits[i - first], job.tokens, window.start + i + 1)
-        )
+
+        def pick(index: int) -> int:
+            self._picked += 1
+            return sampler.pick(logits[index - first], job.tokens, window.start + index + 1)
+
+        tokens = matching_picks(window, pick)
         return Picks(tokens, tuple(map(sampler.logprobs, logits, tokens)) if sampler.says_logprobs else ())
 
 
