@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from pathlib import Path
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
     """Writes a file; half of it is never found under its name, and what was there stays if this fails.
 
-    What is no file, as a pipe or a device, is written to as it is. Text is UTF-8. Raises OSError.
+    It keeps the permissions of what was there. What is no file, as a pipe or a device, is written to as it is. Text is
+    UTF-8. Raises OSError.
     """
     data = content.encode() if isinstance(content, str) else content
     target = Path(path).resolve()
@@ -20,6 +22,8 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
     partial = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
         with partial.open("wb") as file:
+            if target.exists():
+                partial.chmod(stat.S_IMODE(target.stat().st_mode))
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

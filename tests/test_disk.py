@@ -80,6 +80,10 @@ def test_files_get_the_permissions_that_files_get(tmp_path: Path) -> None:
     write_whole(tmp_path / "one", "one")
     (tmp_path / "other").write_text("other")
     assert (tmp_path / "one").stat().st_mode == (tmp_path / "other").stat().st_mode
+    (tmp_path / "one").chmod(0o600)
+    write_whole(tmp_path / "one", "two")
+    assert (tmp_path / "one").read_text() == "two"
+    assert (tmp_path / "one").stat().st_mode & 0o777 == 0o600
 
 
 def test_output_to_a_full_disk_is_one_line_on_standard_error() -> None:

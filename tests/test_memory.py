@@ -55,5 +55,7 @@ def test_what_is_there(tmp_path: Path) -> None:
     (group / "memory.max").write_text("max\n")
     assert available(tmp_path) == 5000 * 1024
     (group / "memory.max").write_text("4000000\n")
+    (group / "memory.stat").write_text("file 9\n")
+    assert available(tmp_path) == 5000 * 1024
     (group / "memory.stat").write_text("anon 1000000\nfile 9\n")
     assert available(tmp_path) == 3000000

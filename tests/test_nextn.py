@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import reference
 import tiny
@@ -16,7 +17,17 @@ import trio
 from determinism import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import FakeVocabulary, Simulated, SimulatedNextn, guesser, mixed, novel, serial, simulated
+from simulated import (
+    COST,
+    FakeVocabulary,
+    Simulated,
+    SimulatedNextn,
+    guesser,
+    mixed,
+    novel,
+    serial,
+    simulated,
+)
 
 from bench.models.smollm2_mtp import assemble
 from meshpipe import Conditions, Coordinator, Pipeline, Sampling, Speculation
@@ -26,10 +37,15 @@ from meshpipe.llama.engine import StageEngine
 from meshpipe.llama.nextn import NextnModel, has_nextn
 from meshpipe.llama.slicing import slice_model, slice_nextn
 from meshpipe.pipeline import runner as runner_module
+from meshpipe.pipeline.following import Following
 from meshpipe.pipeline.local import join_stages
+from meshpipe.pipeline.proposer import proposer_mailbox
 from meshpipe.pipeline.runner import LlamaRunner
 from meshpipe.pipeline.sink import ReturnSink
 from meshpipe.pipeline.way import Way
+from meshpipe.speculation.composite import Composite
+from meshpipe.speculation.ledger import Ledger, Limits
+from meshpipe.speculation.policy import CostCurve, Pace, Pipe
 
 FAR = Speculation(mode="mtp", mtp_at="coordinator")
 OFF = Speculation(mode="off")
@@ -151,6 +167,21 @@ def test_it_is_sent_the_rows_of_the_tail_and_of_what_is_confirmed() -> None:
             assert nextn.rows_kept == kept
 
     run(main)
+
+
+def test_rows_for_a_proposer_that_is_gone_are_not_kept() -> None:
+    mailbox = proposer_mailbox()
+    ledger = Ledger(1, [1, 2, 3], Limits(max_tokens=9, context=64))
+    pace = Pace(Pipe((CostCurve(COST),), 0.0))
+    following = Following(mailbox.ref, ledger, Composite(ledger, None), pace, 0, Sampling(), hidden_from=0)
+    following.revealed(0, np.zeros((2, 4), np.float32))
+    following.tell()
+    assert mailbox.waiting("told")
+    mailbox.close("it has failed")
+    for position in range(2, 50):
+        following.revealed(position, np.zeros((1, 4), np.float32))
+        following.tell()
+    assert len(following._rows) <= 1
 
 
 def test_the_place_that_was_asked_for_or_a_reason() -> None:

@@ -66,7 +66,7 @@ def available(root: Path = Path("/")) -> int | None:
     if not found:
         with suppress(OSError, ValueError, AttributeError):  # no such call on Windows
             found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, KeyError):  # "max", or a kernel that does not say what is used
         limit = int((root / "sys/fs/cgroup/memory.max").read_text())
         used = dict(
             line.split()[:2] for line in (root / "sys/fs/cgroup/memory.stat").read_text().splitlines()

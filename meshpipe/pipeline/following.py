@@ -80,7 +80,7 @@ class Following:
 
     def revealed(self, start: int, rows: Rows) -> None:
         """Hidden rows, float32 (n, n_embd), of confirmed positions from `start` on; what is known is left out."""
-        if self.hidden_from is None:
+        if self.hidden_from is None or self._gone:
             return
         fresh = rows[max(self.hidden_from - start, 0) :]
         if len(fresh):
