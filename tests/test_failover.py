@@ -212,8 +212,10 @@ async def test_a_standby_with_other_bits_is_refused_where_bits_must_be_the_same(
 class Here:
     """A `LocalFallback` whose stages are simulated; `fingerprint` is what they compute like."""
 
-    def __init__(self, fingerprint: str = "") -> None:
+    def __init__(self, fingerprint: str = "", loaded: trio.Event | None = None) -> None:
         self.fingerprint = fingerprint
+        self.loading = trio.Event()
+        self.loaded = loaded  # whatever becomes of it, loading ends then
         self.closed = 0
 
     def check(self, descriptors: object) -> None:
@@ -225,6 +227,10 @@ class Here:
             SimulatedRunner(evolve(descriptor, fingerprint=self.fingerprint, instance="here"), mixed)
             for descriptor in instead_of
         ]
+        self.loading.set()
+        if self.loaded is not None:
+            with trio.CancelScope(shield=True):
+                await self.loaded.wait()
         async with owned_nursery() as nursery:
             first, _ = join_stages(nursery, runners, sink)
             try:
@@ -263,6 +269,37 @@ async def test_this_process_serves_until_the_stages_are_back(
         await generate(pipeline, [9], 20)
         assert m.hosts[0].stage.counters.jobs > before
         assert here.closed == 1
+        await lanes_free(m.hosts)
+
+
+async def test_stages_that_are_back_do_not_wait_for_a_fallback_that_still_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor do those that are lost a second time meanwhile; and what is loaded too late never serves."""
+    monkeypatch.setattr(failover, "HERE_AFTER", 0.02)
+    loaded = trio.Event()
+    here = Here(loaded=loaded)
+    async with mesh(2) as m, joined(m.topology, local_fallback=here) as pipeline:
+        try:
+            for generation in (2, 3):
+                m.hosts[0].draining = True
+                (held,) = m.hosts[0]._routes.values()
+                held.end.cancel()
+                with trio.fail_after(5):
+                    await here.loading.wait()
+                    while pipeline.way.up:  # noqa: ASYNC110
+                        await trio.sleep(0.01)
+                    m.hosts[0].draining = False
+                    await pipeline.way.wait_up(5)
+                    await generate(pipeline, [9], 20)
+                assert (pipeline.way.generation, pipeline.return_route()) == (generation, "direct")
+        finally:
+            loaded.set()
+        with trio.fail_after(5):
+            while not here.closed:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+        await generate(pipeline, [9], 20)
+        assert (pipeline.way.generation, pipeline.return_route()) == (3, "direct")
         await lanes_free(m.hosts)
 
 

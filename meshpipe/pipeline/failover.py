@@ -129,6 +129,7 @@ class Failover:
         self._same_bits = same_bits
         self._here = here
         self._not_here = trio.CancelScope()  # ends what serves here, if anything does
+        self._loads_here = False  # or serves, or is being closed
         self._caches_elsewhere = False
         self._lost = trio.Event()
         self._suspect = 0
@@ -149,9 +150,9 @@ class Failover:
         """
         incarnations = count()
         try:
-            known = await self._form_first(incarnations, task_status)
-            while True:
-                async with owned_nursery() as nursery:
+            async with owned_nursery() as nursery:
+                known = await self._form_first(incarnations, task_status)
+                while True:
                     known = await self._form_again(incarnations, known, nursery)
         finally:
             self.way.close()
@@ -192,8 +193,10 @@ class Failover:
                     hung = 0
             patience = STEADY + delay
             waited = trio.current_time() - self.way.since
-            if here is not None and waited > HERE_AFTER and tried >= self._candidates.count(stage):
-                nursery.start_soon(self._serve_here, here, known)
+            due = waited > HERE_AFTER and tried >= self._candidates.count(stage)
+            if here is not None and due and not self._loads_here:
+                self._not_here, self._loads_here = trio.CancelScope(), True
+                nursery.start_soon(self._serve_here, here, known, self._not_here)
                 here = None
             if tried % self._candidates.count(stage) == 0:
                 await trio.sleep(pause)
@@ -223,11 +226,14 @@ class Failover:
             await self._lost.wait()
         return joined
 
-    async def _serve_here(self, here: Here, known: Joined) -> None:
-        """Stages of this process are the way until others are joined again, or they cannot be had."""
+    async def _serve_here(self, here: Here, known: Joined, scope: trio.CancelScope) -> None:
+        """Stages of this process are the way until others are joined again, or they cannot be had.
+
+        Loading cannot be broken off: it may go on for a while after `scope` was cancelled.
+        """
         log.warning("no other stages are found: loading the model here")
         try:
-            with trio.CancelScope() as self._not_here:
+            with scope:
                 async with here(known.descriptors) as joined:
                     await trio.lowlevel.checkpoint_if_cancelled()  # others may have been quicker than loading
                     check_successors(known.descriptors, joined.descriptors, same_bits=self._same_bits)
@@ -238,6 +244,8 @@ class Failover:
                     await trio.sleep_forever()
         except MeshpipeError as error:
             log.warning("cannot serve from here meanwhile: %s", error)
+        finally:
+            self._loads_here = False
 
     def _check_round_trip(self, joined: Joined, *, again: bool) -> None:
         limit = self._max_round_trip
