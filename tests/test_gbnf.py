@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -194,6 +195,12 @@ def test_schemas_are_bounded() -> None:
         deep = {"type": "array", "items": deep}
     with pytest.raises(UsageError, match="deeper than"):
         json_schema(deep)
+    began = time.process_time()
+    with pytest.raises(UsageError, match="may fit both schema 48 and schema 49"):
+        json_schema({"oneOf": [{"enum": [[min(k, 48), n] for n in range(500)]} for k in range(50)]})
+    with pytest.raises(UsageError, match="too large"):
+        json_schema({"type": "string", "pattern": "x" * 2_000_000})
+    assert time.process_time() - began < 5
     with pytest.raises(UsageError, match="too large"):
         json_schema({"properties": {f"p{n}": {"type": "string"} for n in range(2000)}})
 

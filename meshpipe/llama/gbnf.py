@@ -240,7 +240,7 @@ class _Rules:
         one, other = self._resolved(one), self._resolved(other)
         mine, theirs = _listed(one), _listed(other)
         if mine is not None and theirs is not None:
-            return not any(value == same for value in mine for same in theirs)
+            return _disjoint(mine, theirs)
         kinds, others = _kinds(one), _kinds(other)
         if not kinds & others:
             return True
@@ -250,7 +250,7 @@ class _Rules:
         for name in required:
             left, right = (self._resolved(_property(schema, name)) for schema in (one, other))
             mine, theirs = _listed(left), _listed(right)
-            if mine is not None and theirs is not None and not any(v == w for v in mine for w in theirs):
+            if mine is not None and theirs is not None and _disjoint(mine, theirs):
                 return True
         return False
 
@@ -436,6 +436,18 @@ def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
     if "const" in schema:
         return [schema["const"]]
     return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def _disjoint(some: list[Any], others: list[Any]) -> bool:
+    """Whether no value is in both lists; 1, 1.0 and true count as one."""
+    return {_hashable(value) for value in some}.isdisjoint(map(_hashable, others))
+
+
+def _hashable(value: Any) -> Any:
+    """What is equal where JSON values are."""
+    if isinstance(value, dict):
+        return frozenset((name, _hashable(inner)) for name, inner in value.items())
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 def _names(required: Any) -> list[str]:

@@ -12,6 +12,7 @@ from attrs import evolve, frozen
 
 from meshpipe.errors import UsageError
 
+MAX_LENGTH = 10_000
 MAX_REPEATS = 500
 MAX_POSITIONS = 500
 """Characters of a pattern when its repeats are written out."""
@@ -57,6 +58,8 @@ Node = Chars | Then | Either | Times
 
 def parse(pattern: str) -> Node:
     """The whole strings in which the pattern is found. Raises UsageError for what is not supported."""
+    if len(pattern) > MAX_LENGTH:
+        raise UsageError(f"the pattern is too large: it has more than {MAX_LENGTH} characters")
     node = _Parser(pattern).whole()
     if _positions(node) > MAX_POSITIONS:
         raise UsageError(f"the pattern is too large: written out it has more than {MAX_POSITIONS} characters")
