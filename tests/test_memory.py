@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 
-from meshpipe.errors import CapacityError
+from meshpipe.errors import CapacityError, UsageError
 from meshpipe.llama.engine import StageEngine
 from meshpipe.llama.inspection import inspect_model
 from meshpipe.llama.memory import Need, available, check_fits, need
@@ -41,6 +42,12 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(model: Path) -> None:
         pass
     check_fits(Need(10, 10), 20, "it")
     check_fits(Need(10, 10), None, "it")
+
+
+@pytest.mark.parametrize("size", [float("nan"), float("inf"), -1, "3"])
+def test_a_limit_is_a_size(size: Any) -> None:
+    with pytest.raises(UsageError, match="memory_limit is"):
+        EngineOptions(memory_limit=size)
 
 
 def test_what_is_there(tmp_path: Path) -> None:

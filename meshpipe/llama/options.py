@@ -7,6 +7,7 @@ What could be tried on a CPU was; `n_gpu_layers`, `devices`, `main_gpu`, `split_
 from __future__ import annotations
 
 import ctypes
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -52,6 +53,11 @@ def _integer(_: Any, option: Attribute[Any], value: Any) -> None:
         raise UsageError(f"{option.name} is {value!r}; it must be an integer from {low} to {high}")
 
 
+def _size(_: Any, option: Attribute[Any], value: Any) -> None:
+    if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+        raise UsageError(f"{option.name} is {value!r}; it must be a number of GiB, 0 or more")
+
+
 @frozen
 class EngineOptions:
     """Options that llama.cpp's users know. None leaves llama.cpp's default.
@@ -84,7 +90,7 @@ class EngineOptions:
     op_offload: bool | None = None
     batch: int = field(default=512, validator=_integer)
     repack: bool = False
-    memory_limit: float | None = None
+    memory_limit: float | None = field(default=None, validator=_size)
 
     def memory_budget(self) -> int | None:
         """Bytes of main memory that a stage may take now; None: any."""
