@@ -184,6 +184,32 @@ def test_rows_for_a_proposer_that_is_gone_are_not_kept() -> None:
     assert len(following._rows) <= 1
 
 
+def test_auto_goes_on_without_a_block_that_cannot_be_loaded() -> None:
+    """As that of the file which has the vocabulary and is another quantization than the stages run."""
+
+    def load() -> Any:
+        raise ModelError("it is of another model")
+
+    async def main() -> None:
+        async with simulated(mixed, drafter=guesser(mixed, 1.0)) as sim:
+            sim.coordinator.nextn = load
+            with pytest.raises(ModelError, match="of another model"):
+                await sim.coordinator.complete([1, 2, 3], max_tokens=20, speculation=FAR)
+
+            async def one() -> None:
+                done = await sim.coordinator.complete([1, 2, 3], max_tokens=20)
+                assert list(done.tokens) == serial(mixed, [1, 2, 3], 20)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(one)
+                nursery.start_soon(one)
+            await one()  # the last stage drafts for this one
+            await trio.sleep(5)
+            sim.assert_nothing_is_left()
+
+    run(main)
+
+
 def test_the_place_that_was_asked_for_or_a_reason() -> None:
     async def main() -> None:
         async with simulated(novel, drafter=guesser(novel, 0.5)) as sim:

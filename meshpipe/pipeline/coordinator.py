@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import secrets
@@ -56,6 +57,8 @@ from meshpipe.speculation.worth import Worth
 from meshpipe.telemetry.spans import COORDINATOR, Kind, Recorder, Span
 from meshpipe.telemetry.trace import Trace
 from meshpipe.wire.endpoints import STEADY
+
+log = logging.getLogger("meshpipe.coordinator")
 
 STALL_DEADLINE = 30.0
 """Seconds without any progress after which a session gives up."""
@@ -426,10 +429,15 @@ class Coordinator:
         )
 
     async def _proposer(self, speculation: Speculation, mtp_at: str | None) -> Ref[Told] | None:
-        """The proposer that runs ahead, if one was asked for. Raises what loading it raises."""
-        if mtp_at == "coordinator":
-            assert self.nextn is not None
-            return await self._proposers.get(MTP, MTP, self.nextn)
+        """The proposer that runs ahead, if one was asked for. Raises what loading it raises, if it must be had."""
+        if mtp_at == "coordinator" and self.nextn is not None:
+            try:
+                return await self._proposers.get(MTP, MTP, self.nextn)
+            except MeshpipeError as error:
+                if speculation.needs_mtp:
+                    raise
+                log.warning("requests go on without NextN layers at the coordinator: %s", error)
+                self.nextn = None
         if speculation.draft is None:
             return None
         name = (os.path.abspath(speculation.draft), speculation.draft_threads)  # noqa: ASYNC240
