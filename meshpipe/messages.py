@@ -401,11 +401,13 @@ class Welcome:
 class Refusal:
     """Declines a Hello (or fails a question asked over a link) with the reason, in words.
 
-    `stage` is the index of the stage on the route that could not be reached or did not agree, if it is known.
+    `stage` is the index of the stage on the route that could not be reached or did not agree, if it is known;
+    `lost` if it could not be reached, so that the same call may succeed later.
     """
 
     reason: str
     stage: int | None = None
+    lost: bool = False
 
 
 CONTROL, REPLIES, WINDOWS = "control", "replies", "windows"

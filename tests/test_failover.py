@@ -110,7 +110,7 @@ async def test_a_pipeline_is_opened_over_standbys_too() -> None:
         async with joined(Topology((first, StagePlace(nobody, standby=(addresses[1],))))) as pipeline:
             await generate(pipeline, [9], 20)
         for lost in (StagePlace(nobody), StagePlace(nobody, standby=(nobody,))):
-            with pytest.raises(MeshpipeError, match=f"cannot reach {nobody}"):
+            with pytest.raises(StageLostError, match=f"cannot reach {nobody}"):
                 async with joined(Topology((first, lost))):
                     pass
         deaf.close()

@@ -164,7 +164,8 @@ async def test_return_streams_are_one_connection_either_way_round() -> None:
         ),
         (
             {"lanes": 9, "context": 999},
-            "lanes: the caller has 9, stage 3 has 4; context per lane: the caller has 999",
+            "lanes: the caller has 9, stage 3 has 4 (start it with --lanes 9, or ask for less); "
+            "context per lane: the caller has 999",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),

@@ -165,7 +165,7 @@ async def test_what_does_not_agree_is_refused_by_name() -> None:
             (Topology((first, last, last)), {}, "goes on after"),
             (Topology((first, first)), {}, "layers"),
             (m.topology, {"model_digest": "other"}, "model digest: the caller has other, stage 0 has sim"),
-            (m.topology, {"lanes": 9}, "lanes: the caller has 9, stage 0 has 4"),
+            (m.topology, {"lanes": 9}, r"lanes: the caller has 9, stage 0 has 4 \(start it with --lanes 9,"),
             (m.topology, {"context": 9999}, "context per lane: the caller has 9999"),
         ]:
             with pytest.raises(HandshakeError, match=message):

@@ -141,7 +141,7 @@ class Screens:
         report = generation.report
         if report is not None:
             notes = self.console if self.console.is_terminal else Console(stderr=True, highlight=False)
-            notes.print(f"[{conclude(report, meter)}]", style="dim", markup=False)
+            notes.print(f"[{conclude(report, meter)}]", style="dim", markup=False, soft_wrap=True)
         return text
 
     def refuse(self, error: CapacityError) -> None:

@@ -27,9 +27,12 @@ def pipeline_of(configured: Configured) -> Opener:
         raise UsageError("name the model with --model, or the stages with --topology")
     if chosen.spawn:
         return _spawned(configured, chosen.model)
-    for name in ("delay_ms", "activation"):
+    for name, where in (
+        ("delay_ms", "use --spawn"),
+        ("activation", "use --spawn, or say it in the topology file of --topology"),
+    ):
         if getattr(chosen, name) != settings()[name].default:
-            raise UsageError(f"{configured.say(name)} concerns links: use --spawn or --topology")
+            raise UsageError(f"{configured.say(name)} concerns links: {where}")
     return partial(
         open_local,
         chosen.model,

@@ -223,7 +223,10 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    words = {404: "There is nothing here.", 405: f"{request.method} is not allowed here."}
+    words = {
+        404: f"There is nothing at {request.url.path}; /openapi.json says what there is.",
+        405: f"{request.method} is not allowed here.",
+    }
     made = ApiError(error.status_code, words.get(error.status_code, str(error.detail)))
     return JSONResponse(made.body(), error.status_code, error.headers)
 

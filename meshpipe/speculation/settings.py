@@ -55,7 +55,11 @@ class Speculation:
         if self.mtp_at not in MTP_AT:
             raise UsageError(f"mtp_at is {self.mtp_at!r}: it must be one of {', '.join(MTP_AT)}")
         if self.uses_draft != (self.draft is not None):
-            what = "needs a draft model: name its file" if self.uses_draft else f"has no use for {self.draft}"
+            what = (
+                "needs a draft model: name its file (draft)"
+                if self.uses_draft
+                else f"has no use for {self.draft}"
+            )
             raise UsageError(f"speculation mode {self.mode!r} {what}")
         bounds = {
             "depth": DEPTHS,

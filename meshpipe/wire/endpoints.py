@@ -285,6 +285,6 @@ def _expected(error: BaseException) -> MeshpipeError | None:
 async def _tell(call: Call, error: MeshpipeError) -> None:
     try:
         with trio.move_on_after(STEADY):
-            await refuse(call.data, str(error), error.stage)
+            await refuse(call.data, str(error), error.stage, lost=isinstance(error, StageLostError))
     except MeshpipeError:
         pass  # whoever has gone needs no answer

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import trio
 from attrs import evolve
 
-from meshpipe.errors import HandshakeError
+from meshpipe.errors import HandshakeError, StageLostError
 from meshpipe.messages import (
     PROTOCOL_VERSION,
     Challenge,
@@ -42,7 +42,8 @@ async def greet(connection: Connection, hello: Hello, key: bytes | None = None) 
     """The caller's side; fills in the Hello's nonce and protocol version. Returns the answerer's Welcome.
 
     Afterwards rows are sent in the Hello's activation type and frames of the usual size are accepted. Raises
-    `HandshakeError` if the answerer refuses or does not know the key, `StageLostError`, `ProtocolError`.
+    `HandshakeError` if the answerer refuses or does not know the key, `StageLostError` (also if the answerer did not
+    reach a stage behind it), `ProtocolError`.
     """
     hello = evolve(hello, protocol=PROTOCOL_VERSION, nonce=nonce())
     asked = trio.current_time()
@@ -126,18 +127,23 @@ async def welcome(
     connection.agree(hello.activation, Limits(columns=columns))
 
 
-async def refuse(connection: Connection, reason: str, stage: int | None = None) -> None:
-    """Declines, with the reason, and the stage that it is about. The connection is of no more use."""
-    await connection.send(Frame(Refusal(reason, stage)))
+async def refuse(
+    connection: Connection, reason: str, stage: int | None = None, *, lost: bool = False
+) -> None:
+    """Declines, with the reason, the stage that it is about, and whether that could not be reached.
+
+    The connection is of no more use.
+    """
+    await connection.send(Frame(Refusal(reason, stage, lost)))
 
 
 def check_hello(hello: Hello, descriptor: StageDescriptor) -> None:
     """Whether this stage is what the caller expects. Raises `HandshakeError` naming all that differs."""
     differences: list[str] = []
 
-    def compare(what: str, theirs: object, ours: object, agree: bool) -> None:
+    def compare(what: str, theirs: object, ours: object, agree: bool, remedy: str = "") -> None:
         if not agree:
-            differences.append(f"{what}: the caller has {theirs}, stage {hello.stage} has {ours}")
+            differences.append(f"{what}: the caller has {theirs}, stage {hello.stage} has {ours}{remedy}")
 
     digest, layers = hello.model_digest, hello.layers
     compare("model digest", digest, descriptor.model_digest, digest in (None, descriptor.model_digest))
@@ -146,8 +152,11 @@ def check_hello(hello: Hello, descriptor: StageDescriptor) -> None:
         theirs = f"{layers[0]}:{'' if layers[1] is None else layers[1]}"
         compare("layers", theirs, f"{descriptor.layers[0]}:{descriptor.layers[1]}", same)
     compare("row width", hello.n_embd, descriptor.n_embd, hello.n_embd in (None, descriptor.n_embd))
-    compare("lanes", hello.lanes, descriptor.lanes, hello.lanes <= descriptor.lanes)
-    compare("context per lane", hello.context, descriptor.context, hello.context <= descriptor.context)
+    for what, flag, least, most in (
+        ("lanes", "--lanes", hello.lanes, descriptor.lanes),
+        ("context per lane", "--context", hello.context, descriptor.context),
+    ):
+        compare(what, least, most, least <= most, f" (start it with {flag} {least}, or ask for less)")
     if differences:
         raise HandshakeError("; ".join(differences))
 
@@ -155,7 +164,8 @@ def check_hello(hello: Hello, descriptor: StageDescriptor) -> None:
 async def _receive(connection: Connection) -> object:
     message = (await connection.receive()).message
     if isinstance(message, Refusal):
-        error = HandshakeError(f"{connection.peer} refused: {message.reason}")
+        kind = StageLostError if message.lost else HandshakeError
+        error = kind(f"{connection.peer} refused: {message.reason}")
         error.stage = message.stage
         raise error
     return message
