@@ -34,8 +34,11 @@ def main() -> None:
     names = sorted(
         module.name for module in pkgutil.iter_modules(bench.__path__) if module.name not in SUPPORT
     )
-    if len(sys.argv) < 2 or sys.argv[1] not in names:
-        sys.exit(listing(names))
+    if len(sys.argv) < 2:
+        print(listing(names))
+        return
+    if sys.argv[1] not in names:
+        sys.exit(f"{sys.argv[1]} is no benchmark; these are:\n\n{listing(names)}")
     importlib.import_module(f"bench.{sys.argv[1]}").main(sys.argv[2:])
 
 
