@@ -19,7 +19,7 @@ from test_remote import Mesh, generate, joined, lanes_free, mesh
 
 from meshpipe import Coordinator, LocalFallback, Speculation, StagePlace, Topology
 from meshpipe.actors.scope import owned_nursery
-from meshpipe.errors import HandshakeError, MeshpipeError, StageLostError, UsageError
+from meshpipe.errors import HandshakeError, StageLostError, UsageError
 from meshpipe.llama.slicing import read_slice, slice_model
 from meshpipe.messages import StageDescriptor
 from meshpipe.pipeline import failover
