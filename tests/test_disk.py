@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import tiny
@@ -18,6 +19,7 @@ from chaos.harness import Tokens
 from test_telemetry import golden
 
 from meshpipe import Topology
+from meshpipe.cli.trace import recorded
 from meshpipe.errors import CapacityError, UsageError
 from meshpipe.files import write_whole
 from meshpipe.llama.certify import certify
@@ -146,3 +148,11 @@ async def test_a_stage_whose_log_is_on_a_full_disk_serves(tmp_path: Path) -> Non
         async with open_remote(topology, Tokens()) as pipeline:  # type: ignore[arg-type]
             done = await pipeline.complete([5, 6, 7], max_tokens=10)
     assert len(done.tokens) == 10
+
+
+def test_a_trace_that_has_no_folder_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    def opener() -> NoReturn:
+        raise AssertionError("it was opened")
+
+    with pytest.raises(UsageError, match="there is no folder"):
+        recorded(opener, str(tmp_path / "nowhere" / "run.json"))

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import trio
 
@@ -53,10 +54,12 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 def recorded(open_pipeline: Opener, path: str | None, views: list[LiveView] | None = None) -> Opener:
     """The same pipeline, of which a trace is written when it is closed, however that comes about; None: it is not.
 
-    A `LiveView` of it is put into `views`, if that is given.
+    A `LiveView` of it is put into `views`, if that is given. Raises UsageError if the trace's folder does not exist.
     """
     if path is None and views is None:
         return open_pipeline
+    if path is not None and not (folder := Path(path).resolve().parent).is_dir():
+        raise UsageError(f"cannot write the trace to {path}: there is no folder {folder}")  # not after hours
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Coordinator]:

@@ -7,8 +7,11 @@ stream is one connection.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import secrets
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -101,11 +104,17 @@ async def _reach(address: Address, security: Security) -> SocketConnection:
     return await tls(stream, str(address), security.client, host=address.host)
 
 
-def _innermost(error: BaseException) -> BaseException:
+def _innermost(error: BaseException) -> str:
     """The operating system's own words for why an address could not be reached."""
     while (cause := error.__cause__) is not None:
         error = getattr(cause, "exceptions", [cause])[0]  # one for each address that the host has
-    return error
+    if (
+        isinstance(error, OSError)
+        and not isinstance(error, socket.gaierror)
+        and error.errno in errno.errorcode
+    ):
+        return os.strerror(error.errno)  # without the address, which is said already
+    return str(error)
 
 
 async def _close(connection: SocketConnection | None) -> None:
