@@ -26,7 +26,7 @@ def add_commands(commands: Commands) -> None:
         "meshpipe inspect M.gguf --json",
     )
     parser.add_argument("model", help="GGUF file (of a model in several files, the first)")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print one object")
     parser.set_defaults(run=_inspect)
 
     parser = command(
@@ -40,7 +40,7 @@ def add_commands(commands: Commands) -> None:
         "--layers", required=True, metavar="A:B", help="first layer, and the one after the last"
     )
     parser.add_argument("--mtp", action="store_true", help="keep the NextN layers in the last stage")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print one object")
     parser.set_defaults(run=_slice)
 
     parser = command(
@@ -51,7 +51,7 @@ def add_commands(commands: Commands) -> None:
     )
     parser.add_argument("model", help="GGUF file (of a model in several files, the first)")
     parser.add_argument("--split", required=True, help="boundaries, 0,15,30, or a number of stages, 2")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print one object")
     parser.set_defaults(run=_certify)
 
 

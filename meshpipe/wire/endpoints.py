@@ -108,12 +108,9 @@ def _innermost(error: BaseException) -> str:
     """The operating system's own words for why an address could not be reached."""
     while (cause := error.__cause__) is not None:
         error = getattr(cause, "exceptions", [cause])[0]  # one for each address that the host has
-    if (
-        isinstance(error, OSError)
-        and not isinstance(error, socket.gaierror)
-        and error.errno in errno.errorcode
-    ):
-        return os.strerror(error.errno)  # without the address, which is said already
+    code = error.errno if isinstance(error, OSError) and not isinstance(error, socket.gaierror) else None
+    if code is not None and code in errno.errorcode:
+        return os.strerror(code)  # without the address, which is said already
     return str(error)
 
 
