@@ -255,13 +255,13 @@ class Follow:
     limit: int
 
 
-@frozen(eq=False)
+@frozen
 class Hidden:
     """Tells a proposer the trunk's hidden rows, float32 (n, n_embd), of positions from `start` on of its line."""
 
     session: int
     start: int
-    rows: Rows = field(repr=False)
+    rows: Rows = field(eq=False, repr=False)
 
 
 @frozen
@@ -317,7 +317,7 @@ class StageDescriptor:
     counts the NextN heads with which a last stage drafts, 0: it does not; `draft_cost` are its seconds a draft.
     `fingerprint` is a digest of the bits that fixed rows gave at load: stages of the same layers that agree in it
     compute alike. `instance` names the process: after a restart it is another one, and the caches are empty.
-    `version` is meshpipe's there.
+    `version` is meshpipe's there. `vocabulary` is a digest of the tokens' pieces where the stage has them, else "".
     """
 
     model_digest: str
@@ -335,9 +335,10 @@ class StageDescriptor:
     fingerprint: str = ""
     instance: str = ""
     version: str = ""
+    vocabulary: str = ""
 
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Rises with every change to the frames or messages that an older peer would misread."""
 
 

@@ -479,6 +479,20 @@ async def test_a_vocabulary_of_another_model_is_refused() -> None:
                 pass
 
 
+async def test_a_vocabulary_of_another_model_with_as_many_tokens_is_refused(smollm2: Path) -> None:
+    """Text would be garbage, and nobody would say why."""
+    with closing(Vocabulary(smollm2)) as vocabulary:
+        async with mesh(1, n_vocab=vocabulary.size, vocabulary="0123") as m:
+            with pytest.raises(HandshakeError, match=f"but others .digest {vocabulary.digest}, theirs 0123"):
+                async with open_remote(m.topology, vocabulary):
+                    pass
+        async with (
+            mesh(1, n_vocab=vocabulary.size, vocabulary=vocabulary.digest) as m,
+            open_remote(m.topology, vocabulary),
+        ):
+            pass
+
+
 async def test_a_vocabulary_that_was_given_stays_open(smollm2: Path) -> None:
     with closing(Vocabulary(smollm2)) as vocabulary:
         async with mesh(1, n_vocab=vocabulary.size) as m:

@@ -217,6 +217,8 @@ def test_first_and_last_keep_the_vocabulary(smollm2: Path, tmp_path: Path) -> No
     source = read_header(smollm2)
     assert without.get("tokenizer.ggml.model") == "no_vocab"
     assert without.get("tokenizer.ggml.tokens") is None
+    assert source.vocabulary
+    assert (without.vocabulary, kept.vocabulary) == ("", source.vocabulary)
     tokenizer = {key: entry for key, entry in source.metadata.items() if key.startswith("tokenizer.")}
     assert tokenizer == {key: entry for key, entry in kept.metadata.items() if key.startswith("tokenizer.")}
 

@@ -181,6 +181,12 @@ class Header:
         found = self.metadata.get(self.architecture + key if key.startswith(".") else key)
         return default if found is None else found.decode()
 
+    @property
+    def vocabulary(self) -> str:
+        """A digest of the pieces of the vocabulary, in hex, equal for all quantizations; "" if it has none."""
+        pieces = self.metadata.get("tokenizer.ggml.tokens")
+        return "" if pieces is None else hashlib.blake2b(pieces.raw, digest_size=16).hexdigest()
+
     def integer(self, key: str, default: int | None = None) -> int:
         """Like `get`, for what must be one integer of at least 0. Raises ModelError."""
         full = self.architecture + key if key.startswith(".") else key

@@ -53,6 +53,8 @@ class Slice:
     draft_heads: int
     """NextN layers that the file holds and llama.cpp can draft with."""
     model_digest: str
+    vocabulary: str
+    """`Header.vocabulary`; "" in slices that need none."""
 
     @property
     def is_first(self) -> bool:
@@ -79,9 +81,8 @@ def read_slice(path: str | os.PathLike[str]) -> Slice:
     else:
         start, stop, count = 0, architectures.trunk_layers(header), architectures.trunk_layers(header)
         digest = digest_of(header)
-    return Slice(
-        header.path, header.architecture, start, stop, count, architectures.draft_heads(header), digest
-    )
+    heads = architectures.draft_heads(header)
+    return Slice(header.path, header.architecture, start, stop, count, heads, digest, header.vocabulary)
 
 
 _SLICE_KEYS = ("meshpipe.slice.start", "meshpipe.slice.stop", "meshpipe.slice.layer_count")

@@ -22,7 +22,7 @@ class Vocabulary:
     """The tokenizer of a model file or of a first stage's slice; loads no weights. Not thread-safe."""
 
     def __init__(self, path: str | Path) -> None:
-        read_header(path)  # says in one line what is wrong with a file
+        self.digest = read_header(path).vocabulary  # which says in one line what is wrong with a file
         self._model = EngineOptions().load(Path(path), vocab_only=True)
         self._formatter: Jinja2ChatFormatter | None = None  # compiled when it is first needed
         vocab = self.pointer

@@ -123,11 +123,7 @@ async def open_remote(
             joined: Joined = await nursery.start(failover.run)
             if local_fallback is not None:
                 await trio.to_thread.run_sync(local_fallback.check, joined.descriptors)
-            if source.size != joined.descriptors[0].n_vocab:
-                raise HandshakeError(
-                    f"the vocabulary has {source.size} tokens, the model of the stages "
-                    f"{joined.descriptors[0].n_vocab}: name the model that they serve"
-                )
+            _check_vocabulary(source, joined.descriptors[0])
             coordinator = Coordinator(
                 nursery,
                 way,
@@ -272,6 +268,20 @@ class _Joining:
             trip = await round_trip(first.ref, self.sink, -1, patience)
             self._first, self._back, up = first, back, True
             yield Joined(first.ref, answer.descriptors, trip)
+
+
+def _check_vocabulary(vocabulary: Vocabulary, first: StageDescriptor) -> None:
+    """Whether text means the same to both. Another quantization's vocabulary will do, another model's will not."""
+    if vocabulary.size != first.n_vocab:
+        raise HandshakeError(
+            f"the vocabulary has {vocabulary.size} tokens, the model of the stages "
+            f"{first.n_vocab}: name the model that they serve"
+        )
+    if first.vocabulary and vocabulary.digest != first.vocabulary:
+        raise HandshakeError(
+            f"the vocabulary has as many tokens as that of the stages, but others (digest {vocabulary.digest}, "
+            f"theirs {first.vocabulary}): name the model that they serve"
+        )
 
 
 def _check_route(places: Sequence[StagePlace], descriptors: Sequence[StageDescriptor]) -> None:

@@ -159,6 +159,7 @@ class LlamaRunner:
             version=__version__,
             mtp=engine.mtp.heads if engine.mtp is not None else 0,
             draft_cost=engine.draft_cost,
+            vocabulary=slice_.vocabulary,
         )
 
     def open(self, lane: int, sampling: Sampling, prompt: int = 0) -> None:
