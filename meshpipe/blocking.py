@@ -15,8 +15,9 @@ do what `with` does.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
-from queue import SimpleQueue
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from meshpipe.pipeline.coordinator import Completion, Coordinator
@@ -24,6 +25,8 @@ from meshpipe.pipeline.request import Piece
 from meshpipe.portal import Delivered, Facade, Feed, Portal, Stream
 
 T = TypeVar("T")
+SIGNALS = 0.5
+"""Seconds after which a wait looks for signals: one that comes just before it begins does not end it (Python's rule)."""
 
 
 class Pipeline(Facade):
@@ -36,7 +39,7 @@ class Pipeline(Facade):
         """Opens it, once. Raises what opening raises."""
         self._portal.start()
         try:
-            self._portal.opened.result()
+            _wait(self._portal.opened)
         except BaseException:
             self._join()
             raise
@@ -53,7 +56,7 @@ class Pipeline(Facade):
 
     def _join(self) -> BaseException | None:
         self._portal.close()
-        return self._portal.closed.result()
+        return _wait(self._portal.closed)
 
     def __enter__(self) -> Pipeline:
         return self.open()
@@ -89,7 +92,7 @@ class Generation(Stream):
         self._pieces: SimpleQueue[Delivered] = SimpleQueue()
         self._feed = Feed(portal, options, self._pieces.put)
         try:
-            self.prompt_tokens = self._feed.started.result()
+            self.prompt_tokens = _wait(self._feed.started)
         except BaseException:
             self.cancel()
             raise
@@ -98,7 +101,11 @@ class Generation(Stream):
         return self
 
     def __next__(self) -> Piece:
-        piece = self._taken(self._pieces.get(), self._pieces.put)
+        while True:
+            with suppress(Empty):
+                delivered = self._pieces.get(timeout=SIGNALS)
+                break
+        piece = self._taken(delivered, self._pieces.put)
         if piece is None:
             raise StopIteration
         return piece
@@ -110,9 +117,15 @@ class Generation(Stream):
         self.cancel()
 
 
+def _wait(future: Future[T]) -> T:
+    while not wait((future,), timeout=SIGNALS).done:
+        pass
+    return future.result()
+
+
 def _result(future: Future[T]) -> T:
     try:
-        return future.result()
+        return _wait(future)
     except BaseException:
         future.cancel()
         raise

@@ -16,10 +16,10 @@ hanging = threading.Event()
 compute = StageEngine.run
 
 
-def run(self: StageEngine, spans: Sequence[Span]) -> list[Any]:
+def run(self: StageEngine, spans: Sequence[Span], **options: Any) -> list[Any]:
     if hanging.is_set():
         threading.Event().wait()
-    return compute(self, spans)
+    return compute(self, spans, **options)
 
 
 if __name__ == "__main__":
