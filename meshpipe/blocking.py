@@ -26,7 +26,7 @@ from meshpipe.portal import Delivered, Facade, Feed, Portal, Stream
 
 T = TypeVar("T")
 SIGNALS = 0.5
-"""Seconds after which a wait looks for signals: one that comes just before it begins does not end it (Python's rule)."""
+"""Seconds after which a wait looks for signals: in Python, one that comes just before it begins does not end it."""
 
 
 class Pipeline(Facade):
