@@ -11,6 +11,7 @@ setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing; llama.cpp is compiled once, which takes some minutes."
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[dev,demo,bench]'
 	# A wheel in pip's cache may come from a build with other flags: then it makes room for one with ours.
 	ls $(VENV)/lib/python*/site-packages/llama_cpp/lib/libggml-rpc.* >/dev/null 2>&1 || { \

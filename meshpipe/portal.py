@@ -182,8 +182,7 @@ class Facade:
 class Feed:
     """One request: its pieces, and at last how it ended, are handed to `deliver` in the pipeline's thread.
 
-    `started` has the prompt's tokens once the
-    request is under way.
+    `started` has the prompt's tokens once the request is under way.
     """
 
     def __init__(self, portal: Portal, options: dict[str, Any], deliver: Callable[[Delivered], None]) -> None:

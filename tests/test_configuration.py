@@ -241,6 +241,7 @@ def test_config_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     [
         ({}, "name the model with --model, or the stages with --topology"),
         ({"model": "M.gguf", "delay_ms": "5"}, "delay_ms (from --delay-ms) concerns links: use --spawn"),
+        ({"model": "M.gguf", "local_fallback": True}, "(from --local-fallback) is for stages elsewhere"),
         ({"topology": "T", "spawn": True}, "leave out spawn (from --spawn)"),
         ({"topology": "T", "split": "2"}, "leave out split (from --split)"),
         ({"topology": "T", "threads": "2"}, "--threads is for the machines of the stages"),

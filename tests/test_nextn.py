@@ -36,6 +36,7 @@ from meshpipe.errors import ModelError, UsageError
 from meshpipe.llama.engine import StageEngine
 from meshpipe.llama.nextn import NextnModel, has_nextn
 from meshpipe.llama.slicing import slice_model, slice_nextn
+from meshpipe.messages import OpenSession
 from meshpipe.pipeline import runner as runner_module
 from meshpipe.pipeline.following import Following
 from meshpipe.pipeline.local import join_stages
@@ -173,7 +174,9 @@ def test_rows_for_a_proposer_that_is_gone_are_not_kept() -> None:
     mailbox = proposer_mailbox()
     ledger = Ledger(1, [1, 2, 3], Limits(max_tokens=9, context=64))
     pace = Pace(Pipe((CostCurve(COST),), 0.0))
-    following = Following(mailbox.ref, ledger, Composite(ledger, None), pace, 0, Sampling(), hidden_from=0)
+    following = Following(
+        mailbox.ref, ledger, Composite(ledger, None), pace, OpenSession(ledger.session, 0), hidden_from=0
+    )
     following.revealed(0, np.zeros((2, 4), np.float32))
     following.tell()
     assert mailbox.waiting("told")

@@ -33,6 +33,10 @@ def pipeline_of(configured: Configured) -> Opener:
     ):
         if getattr(chosen, name) != settings()[name].default:
             raise UsageError(f"{configured.say(name)} concerns links: {where}")
+    if chosen.local_fallback:
+        raise UsageError(
+            f"{configured.say('local_fallback')} is for stages elsewhere: here all are in this process already"
+        )
     return partial(
         open_local,
         chosen.model,

@@ -20,7 +20,7 @@ from contextlib import suppress
 
 from meshpipe.actors import Ref
 from meshpipe.errors import ActorGoneError
-from meshpipe.messages import CloseSession, Follow, Hidden, OpenSession, Proposal, Rows, Sampling
+from meshpipe.messages import CloseSession, Follow, Hidden, OpenSession, Proposal, Rows
 from meshpipe.pipeline.proposer import Told
 from meshpipe.speculation.composite import Composite
 from meshpipe.speculation.ledger import Ledger
@@ -41,8 +41,8 @@ class Following:
         ledger: Ledger,
         composite: Composite,
         pace: Pace,
-        lane: int,
-        sampling: Sampling,
+        opening: OpenSession,
+        *,
         hidden_from: int | None = None,
         worth: Worth | None = None,
         sessions: Callable[[], int] = lambda: 1,
@@ -60,7 +60,7 @@ class Following:
         self._line = 0  # how often it was cut
         self._known = 0  # positions up to which the proposer knows the line
         self._last: Follow | None = None
-        self._gone = not self._send(OpenSession(ledger.session, lane, sampling))
+        self._gone = not self._send(opening)
 
     def offered(self, proposal: Proposal) -> None:
         """Gives the session's composite what came in time."""

@@ -102,18 +102,16 @@ class Session(Actor[SessionMessage]):
         ] = {}  # replies with drafts or rows that have not retired, by window number
         self._following: Following | None = None
         if request.proposer is not None:
+            tail = max(0, self._ledger.frontier - speculation.mtp_tail)
             self._following = Following(
                 request.proposer,
                 self._ledger,
                 self._composite,
                 self._pace,
-                request.lease.lane,
-                request.sampling,
-                max(0, self._ledger.frontier - speculation.mtp_tail)
-                if request.mtp_at == "coordinator"
-                else None,
-                request.worth,
-                lambda: around.credits.sessions,
+                OpenSession(self._ledger.session, request.lease.lane, request.sampling),
+                hidden_from=tail if request.mtp_at == "coordinator" else None,
+                worth=request.worth,
+                sessions=lambda: around.credits.sessions,
             )
         self._fixed_depth = speculation.depth != "auto"
         self._ledger.credits = 1_000_000  # the pace and the scheduler decide
