@@ -94,7 +94,7 @@ def test_trunk_is_the_original(smollm2: Path) -> None:
     found = []
     for path in (smollm2, assemble()):
         model = Model(path)
-        with Context(model, context=512, batch=32) as context:
+        with Context(model, context=512, batch=32, threads=1) as context:
             pieces = []
             for start in range(0, len(tokens), 32):
                 positions = np.arange(start, start + 32)
@@ -156,7 +156,7 @@ def test_trained_as_it_is_run(smollm2: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_block_was_trained(smollm2: Path) -> None:
     """An untrained one is right about once in a hundred."""
-    counts = evaluate(assemble(), 24, each=1, kinds={"math", "roleplay"})
+    counts = evaluate(assemble(), 24, each=1, threads=1, kinds={"math", "roleplay"})
     read = counts.pop("read: prompts")
     assert 0 < read.accepted[0] < read.anchors
     assert {kind: count.anchors for kind, count in counts.items()} == {"math": 22, "roleplay": 22}
