@@ -167,8 +167,9 @@ def summarize(cells: Sequence[Cell], found: Sequence[Sequence[Row]]) -> list[Row
     rows = []
     for cell, runs in zip(cells, found, strict=True):
         row = dict(cell.name)
-        for column, value in runs[0].items():
-            values = [run[column] for run in runs if run[column] is not None]
+        for column in {column: None for run in runs for column in run}:  # a source that proposed nothing has none
+            values = [run[column] for run in runs if run.get(column) is not None]
+            value = values[0] if values else None
             if column in row or not values:
                 row.setdefault(column, value)
             elif isinstance(value, bool):
