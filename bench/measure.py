@@ -167,7 +167,8 @@ def summarize(cells: Sequence[Cell], found: Sequence[Sequence[Row]]) -> list[Row
     rows = []
     for cell, runs in zip(cells, found, strict=True):
         row = dict(cell.name)
-        for column in {column: None for run in runs for column in run}:  # a source that proposed nothing has none
+        # A source that proposed nothing in a run has no column there.
+        for column in dict.fromkeys(column for run in runs for column in run):
             values = [run[column] for run in runs if run.get(column) is not None]
             value = values[0] if values else None
             if column in row or not values:
