@@ -20,12 +20,12 @@ from typing import Any
 from bench import report
 
 MINUTES = {
-    "latency": 16,
+    "latency": 14,
     "overhead": 2,
     "tracing": 2,
     "topology": 3,
     "concurrency": 4,
-    "workloads": 8,
+    "workloads": 16,
     "frontier": 9,
     "draft": 2,
     "serving": 2,

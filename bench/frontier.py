@@ -36,10 +36,7 @@ COLUMNS = (
 
 @frozen
 class Part:
-    """A grid; the fixed pair that wins is measured again if `final`, once more often than the grid.
-
-    `seconds` is what a pair may take, about.
-    """
+    """A grid; the fixed pair that wins is measured again if `final`. `seconds` is what a pair may take, about."""
 
     model: str
     workload: str
@@ -49,7 +46,7 @@ class Part:
     widths: Sequence[int]
     final: bool
     seconds: float = 1.2
-    repetitions: int = 2
+    repetitions: int = 3
 
 
 FULL = (
@@ -116,7 +113,7 @@ async def measured(rig: Rig, pipe: Coordinator, part: Part) -> tuple[list[Row], 
         max(range(len(pairs)), key=lambda at: statistics.median(run["decode_tps"] for run in found[at]))
     ]
     final = [cell(rig, pipe, part, "final", task, one) for one in (best, auto)]
-    found = await measure.take_turns(final, part.repetitions + 1)
+    found = await measure.take_turns(final, part.repetitions)
     what = f"{part.workload}, {part.mode}: auto against the best fixed depth × width ({best.depth} × {best.width})"
     return rows + measure.summarize(final, found), [
         measure.figure(what, 0.95, measure.ratio(found[1], found[0]))

@@ -95,13 +95,13 @@ def only(contenders: Sequence[Contender], *names: str) -> list[Contender]:
 FULL = (
     Part("SmolLM2", PLAIN, "draftable", (0, 100), 3, 2.2),
     Part("SmolLM2", PLAIN, "novel", (0, 100), 3, 3.3),
-    Part("SmolLM2", only(PLAIN, "n-gram"), "draftable", (10, 25, 50, 150), 2, 0.8),
-    Part("SmolLM2", PLAIN, "novel", (10, 25, 50, 150), 2, 1.2),
+    Part("SmolLM2", only(PLAIN, "n-gram"), "draftable", (10, 25, 50, 150), 3, 1.0),
+    Part("SmolLM2", PLAIN, "novel", (10, 25, 50, 150), 3, 1.5),
     Part("NextN", only(NEXTN, "serial", *LAST, "mtp", "mtp+ngram", "n-gram"), "draftable", (100,), 3, 2.2),
     Part("NextN", only(NEXTN, "serial", LAST[1], "mtp", "mtp+ngram"), "novel", (100,), 3, 3.3),
     Part("NextN", only(NEXTN, "serial", "auto", "mtp", "mtp+ngram"), "novel", (0,), 4, 1.6),
-    Part("NextN", only(NEXTN, "serial", "mtp", "mtp+ngram"), "draftable", (0, 50), 2, 1.2),
-    Part("NextN", only(NEXTN, "serial", "mtp", "mtp+ngram"), "novel", (50,), 2, 1.6),
+    Part("NextN", only(NEXTN, "serial", "mtp", "mtp+ngram"), "draftable", (0, 50), 3, 1.5),
+    Part("NextN", only(NEXTN, "serial", "mtp", "mtp+ngram"), "novel", (50,), 3, 2.0),
 )
 QUICK = (
     Part("SmolLM2", PLAIN, "draftable", (0, 100), 1, 1.0),
