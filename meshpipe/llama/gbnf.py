@@ -354,22 +354,26 @@ class _Rules:
         return self._classes[chars]
 
     def _integer(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
-        if "multipleOf" in schema:
-            return self._multiple(schema, path)
-        low, high = _ends(schema, path)
-        if low is None and high is None:
-            return "integer"
-        with _at("minimum and maximum", path):
-            return self.add(bounds.integers(low or bounds.LOWEST, high or bounds.HIGHEST))
+        return self._within(schema, path, "integer", bounds.integers)
 
     def _number(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
+        return self._within(schema, path, "number", bounds.decimals)
+
+    def _within(
+        self,
+        schema: Mapping[str, Any],
+        path: str,
+        free: str,
+        between: Callable[[bounds.Bound, bounds.Bound], str],
+    ) -> str:
+        """The rule for numbers that the schema bounds, or `free`, that of all of them."""
         if "multipleOf" in schema:
             return self._multiple(schema, path)
         low, high = _ends(schema, path)
         if low is None and high is None:
-            return "number"
+            return free
         with _at("minimum and maximum", path):
-            return self.add(bounds.decimals(low or bounds.LOWEST, high or bounds.HIGHEST))
+            return self.add(between(low or bounds.LOWEST, high or bounds.HIGHEST))
 
     def _multiple(self, schema: Mapping[str, Any], path: str) -> str:
         modulus = schema["multipleOf"]

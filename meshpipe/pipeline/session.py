@@ -97,9 +97,7 @@ class Session(Actor[SessionMessage]):
             speculation.mtp_max if request.mtp_at == "last" else 0,
             always=speculation.mode != "auto",
         )
-        self._drafts: dict[
-            int, Reply
-        ] = {}  # replies with drafts or rows that have not retired, by window number
+        self._drafts: dict[int, Reply] = {}  # with drafts or rows, not retired yet, by window number
         self._following: Following | None = None
         if request.proposer is not None:
             tail = max(0, self._ledger.frontier - speculation.mtp_tail)

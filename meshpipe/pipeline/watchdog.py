@@ -80,9 +80,8 @@ class Watchdog:
             await trio.sleep(TICK)
             now = trio.current_time()
             mark = (self._decodes, self.steps())
-            if (
-                not self._rows or mark != seen or now - before > 2 * TICK
-            ):  # or it was this process that stood still
+            stood_still = now - before > 2 * TICK  # this process itself
+            if not self._rows or mark != seen or stood_still:
                 seen, since, self.hangs = mark, now, None
                 continue
             stands, patience = now - since, self.patience()
