@@ -271,9 +271,9 @@ def test_probe_finds_the_exact_class(smollm2: Path, threads: int) -> None:
         assert engine.decodes.most == EXACT_ROWS
         assert engine.decodes.least == (1 if threads == 1 else 2)
         rows, seconds = zip(*engine.cost, strict=True)
-        assert rows == (1, 2, 4, 8, 16, 32, 63)
-        assert all(second > 0 for second in seconds)
-        assert seconds[-1] > seconds[0]
+        assert rows == (1, 2, 4, 8, 16, 32, 63)[: len(rows)]
+        assert len(rows) == 7 or seconds[-1] > 1  # it is measured until a decode takes over a second
+        assert min(seconds) > 0
         assert engine.length(0) == 0
 
 

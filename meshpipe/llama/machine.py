@@ -17,6 +17,7 @@ INSTRUCTIONS: Mapping[str, str] = {
     "DOTPROD": "asimddp", "MATMUL_INT8": "i8mm", "SVE": "sve",
 }  # fmt: skip
 AMX = "amx_tile"
+_GPU, _INTEGRATED_GPU = 1, 2  # of ggml_backend_dev_type
 
 
 def built_for() -> set[str]:
@@ -50,3 +51,12 @@ def devices() -> dict[str, int]:
     get = bindings.function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
     name_of = bindings.function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
     return {name_of(get(index)).decode(): get(index) for index in range(count)}
+
+
+def has_gpu() -> bool:
+    """Whether a device keeps weights elsewhere than in main memory.
+
+    `llama_supports_gpu_offload` does not tell: it is true of every build with the RPC backend.
+    """
+    by_type = bindings.function("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)
+    return any(by_type(kind) is not None for kind in (_GPU, _INTEGRATED_GPU))

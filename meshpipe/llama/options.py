@@ -19,7 +19,7 @@ from attrs import Attribute, field, frozen
 
 from meshpipe.errors import EngineError, ModelError, UsageError
 from meshpipe.llama import bindings
-from meshpipe.llama.machine import devices
+from meshpipe.llama.machine import devices, has_gpu
 from meshpipe.llama.memory import available
 from meshpipe.llama.progress import report, watched
 
@@ -94,7 +94,7 @@ class EngineOptions:
 
     def memory_budget(self) -> int | None:
         """Bytes of main memory that a stage may take now; None: any."""
-        if llama_cpp.llama_supports_gpu_offload() and self.n_gpu_layers != 0:
+        if self.n_gpu_layers != 0 and has_gpu():
             return None
         return available() if self.memory_limit is None else int(self.memory_limit * 2**30)
 
