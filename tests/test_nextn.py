@@ -17,10 +17,10 @@ import trio
 from determinism import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ordeals import Ordeal, ordeals
 from simulated import (
     COST,
     FakeVocabulary,
-    Simulated,
     SimulatedNextn,
     guesser,
     mixed,
@@ -65,60 +65,13 @@ def write(directory: Path, nextn: int = 1) -> Path:
 
 
 @settings(max_examples=8, deadline=None)
-@given(
-    stages=st.integers(1, 3),
-    depth=st.one_of(st.just("auto"), st.integers(1, 6)),
-    width=st.one_of(st.just("auto"), st.integers(1, 9)),
-    delay=st.sampled_from([None, 0.0, 0.1]),
-    mode=st.sampled_from(["mtp", "mtp+ngram", "auto"]),
-    seconds=st.sampled_from([0.0, 0.001, 0.03]),
-    every=st.integers(1, 30),
-    tail=st.sampled_from([1, 7, 1000]),
-    cancelled=st.booleans(),
-    lost=st.lists(st.floats(0, 3), max_size=3),
-)
-def test_whatever_it_drafts_and_when_the_output_is_serial(
-    stages: int,
-    depth: Any,
-    width: Any,
-    delay: float | None,
-    mode: str,
-    seconds: float,
-    every: int,
-    tail: int,
-    cancelled: bool,
-    lost: list[float],
-) -> None:
+@given(ordeal=ordeals, mode=st.sampled_from(["mtp", "mtp+ngram", "auto"]), tail=st.sampled_from([1, 7, 1000]))
+def test_whatever_it_drafts_and_when_the_output_is_serial(ordeal: Ordeal, mode: str, tail: int) -> None:
     """Several sessions at once, prefixes that are reused, requests that are given up, replies that are lost."""
-    nextn = SimulatedNextn(mixed, seconds=seconds, lie=lambda position: position % every == 0)
-    speculation = Speculation(mode=mode, mtp_at="coordinator", depth=depth, width=width, mtp_tail=tail)
-
-    async def one(sim: Simulated, prompt: list[int]) -> None:
-        tokens: list[int] = []
-        async with sim.coordinator.generate(prompt, max_tokens=40, speculation=speculation) as generation:
-            async for piece in generation:
-                tokens += piece.tokens
-                if cancelled and len(tokens) > 20:
-                    break
-        assert tokens == serial(mixed, prompt, 40)[: len(tokens)]
-        assert cancelled or len(tokens) == 40
-
-    async def lose(sim: Simulated) -> None:
-        for wait in lost:
-            await trio.sleep(wait)
-            sim.coordinator.reroute()
-
-    async def main() -> None:
-        async with simulated(mixed, stages, delay=delay, nextn=nextn, lanes=2) as sim:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(lose, sim)
-                for prompt in ([1, 2, 3], [1, 2, 3], [*range(90)], [1, 2, 4], [*range(90), 5]):
-                    nursery.start_soon(one, sim, prompt)
-            await trio.sleep(5)
-            sim.assert_nothing_is_left()
-            assert not nextn.lanes
-
-    run(main)
+    nextn = SimulatedNextn(mixed, seconds=ordeal.seconds, lie=ordeal.lies)
+    speculation = Speculation(mode=mode, mtp_at="coordinator", mtp_tail=tail)
+    prompts = ([1, 2, 3], [1, 2, 3], [*range(90)], [1, 2, 4], [*range(90), 5])
+    ordeal.endure(nextn, "nextn", speculation, prompts)
 
 
 def rate(speculation: Speculation, right: float = 1.0, delay: float | None = 0.1) -> float:

@@ -13,7 +13,8 @@ import trio
 from determinism import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import Simulated, SimulatedDrafter, mixed, novel, serial, simulated
+from ordeals import Ordeal, ordeals
+from simulated import SimulatedDrafter, mixed, novel, serial, simulated
 
 from bench.models.shallow import write_shallow
 from meshpipe import Completion, Conditions, Pipeline, Sampling, Speculation
@@ -112,66 +113,36 @@ def test_an_ngram_tail_relieves_a_slow_draft() -> None:
     assert both.report.sources["draft"].made < draft.report.sources["draft"].made
 
 
-@settings(max_examples=8)
+@settings(max_examples=8, deadline=None)
 @given(
-    stages=st.integers(1, 4),
-    depth=st.one_of(st.just("auto"), st.integers(1, 6)),
-    width=st.one_of(st.just("auto"), st.integers(1, 9)),
-    delay=st.sampled_from([None, 0.0, 0.1]),
+    ordeal=ordeals,
     mode=st.sampled_from(["draft", "draft+ngram"]),
-    seconds=st.sampled_from([0.0, 0.001, 0.03]),
-    every=st.integers(1, 30),
     turn=st.integers(1, 5),
     context=st.sampled_from([20, 4096]),
-    cancelled=st.booleans(),
-    lost=st.lists(st.floats(0, 3), max_size=3),
 )
 def test_whatever_a_draft_says_and_when_the_output_is_serial(
-    stages: int,
-    depth: Any,
-    width: Any,
-    delay: float | None,
-    mode: str,
-    seconds: float,
-    every: int,
-    turn: int,
-    context: int,
-    cancelled: bool,
-    lost: list[float],
+    ordeal: Ordeal, mode: str, turn: int, context: int
 ) -> None:
-    drafter = SimulatedDrafter(
-        mixed, seconds=seconds, lie=lambda position: position % every == 0, context=context, turn=turn
-    )
-    speculation = Speculation(mode=mode, draft="x", depth=depth, width=width)
-
-    async def one(sim: Simulated, prompt: Sequence[int]) -> None:
-        count = 40
-        async with sim.coordinator.generate(prompt, max_tokens=count, speculation=speculation) as generation:
-            tokens: list[int] = []
-            async for piece in generation:
-                tokens += piece.tokens
-                if cancelled and len(tokens) > 20:
-                    break
-        assert tokens == serial(mixed, prompt, count)[: len(tokens)]
-        assert cancelled or len(tokens) == count
-
-    async def lose(sim: Simulated) -> None:
-        for wait in lost:
-            await trio.sleep(wait)
-            sim.coordinator.reroute()
-
-    async def main() -> None:
-        async with simulated(mixed, stages, delay=delay, small=drafter, lanes=2) as sim:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(lose, sim)
-                for prompt in ([1, 2, 3], [1, 2, 3], [*range(50)], [1, 2, 4]):
-                    nursery.start_soon(one, sim, prompt)
-            await trio.sleep(5)
-            sim.assert_nothing_is_left()
-            assert not drafter.lanes
-
-    run(main)
+    drafter = SimulatedDrafter(mixed, seconds=ordeal.seconds, lie=ordeal.lies, context=context, turn=turn)
+    prompts = ([1, 2, 3], [1, 2, 3], [*range(50)], [1, 2, 4])
+    ordeal.endure(drafter, "small", Speculation(mode=mode, draft="x"), prompts)
     assert drafter.closed
+
+
+@pytest.mark.parametrize("again", ["x", "./x"])
+def test_what_is_known_of_a_draft_does_not_hang_on_how_its_path_is_spelled(again: str) -> None:
+    """One that is always wrong is given up by a second request, too, however it names it."""
+    drafter = SimulatedDrafter(novel, lie=lambda position: True)
+
+    async def main() -> list[bool]:
+        async with simulated(novel, small=drafter, delay=0.1) as sim:
+            done = [
+                await sim.coordinator.complete(PROMPT, max_tokens=100, speculation=Speculation(draft=name))
+                for name in ("x", again)
+            ]
+            return ["draft" in one.report.sources for one in done]
+
+    assert run(main) == [True, False]
 
 
 class Breaking(SimulatedDrafter):

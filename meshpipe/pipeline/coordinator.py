@@ -197,8 +197,8 @@ class Coordinator:
         self.nextn: Load | None = None
         """Loads the model's NextN block into this process, where the coordinator has its file."""
         self._proposers = Proposers(nursery, sink, self._tracer.recorder)
-        self._calibrations: defaultdict[str | Path | None, Calibration] = defaultdict(dict)  # by draft model
-        self._worths = defaultdict[str | Path | None, Worth](lambda: Worth(self.pipe))  # likewise
+        self._calibrations: defaultdict[str | None, Calibration] = defaultdict(dict)  # by draft model's absolute path
+        self._worths = defaultdict[str | None, Worth](lambda: Worth(self.pipe))  # likewise
         self._nursery = nursery
         self._shared = shared
         self._numbers = count(secrets.randbits(40) << 20)
@@ -242,6 +242,7 @@ class Coordinator:
         StopStrings(stop)
         speculation = speculation or Speculation()
         mtp_at = self._mtp_place(speculation)
+        draft = None if speculation.draft is None else os.path.abspath(speculation.draft)
         bad = next((token for token in tokens if not 0 <= token < self.vocabulary.size), None)
         if bad is not None:
             raise UsageError(f"token {bad} of the prompt is outside the vocabulary of {self.vocabulary.size}")
@@ -259,7 +260,7 @@ class Coordinator:
         waiting = trio.CancelScope()  # for a lane
 
         async def run() -> None:
-            proposer = await self._proposer(speculation, mtp_at)
+            proposer = await self._proposer(speculation, mtp_at, draft)
             with waiting:
                 await self.way.wait_up(self._queue_deadline)
                 lease = await self.lanes.lease(tokens, reuse=reuse)
@@ -277,8 +278,8 @@ class Coordinator:
                 shared=self._shared,
                 mtp_at=mtp_at,
                 proposer=proposer,
-                worth=self._worths[speculation.draft] if speculation.mode == "auto" else None,
-                calibration=self._calibrations[speculation.draft],
+                worth=self._worths[draft] if speculation.mode == "auto" else None,
+                calibration=self._calibrations[draft],
             )
             self.sink.register(number, mailbox.ref)
             try:
@@ -428,7 +429,9 @@ class Coordinator:
             "draft with; use a model that has them (and a stage without --no-mtp), or the mode 'auto' or 'ngram'"
         )
 
-    async def _proposer(self, speculation: Speculation, mtp_at: str | None) -> Ref[Told] | None:
+    async def _proposer(
+        self, speculation: Speculation, mtp_at: str | None, draft: str | None
+    ) -> Ref[Told] | None:
         """The proposer that runs ahead, if one was asked for. Raises what loading it raises, if it must be had."""
         if mtp_at == "coordinator" and self.nextn is not None:
             try:
@@ -438,10 +441,10 @@ class Coordinator:
                     raise
                 log.warning("requests go on without NextN layers at the coordinator: %s", error)
                 self.nextn = None
-        if speculation.draft is None:
+        if draft is None:
             return None
-        name = (os.path.abspath(speculation.draft), speculation.draft_threads)  # noqa: ASYNC240
-        return await self._proposers.get(name, "draft", self.load_draft(speculation.draft, name[1]))
+        threads = speculation.draft_threads
+        return await self._proposers.get((draft, threads), "draft", self.load_draft(draft, threads))
 
     async def tokenize(
         self,
