@@ -16,7 +16,6 @@ from meshpipe.speculation.policy import Verdict
 
 def session(prompt: Sequence[int], ngram: bool = True, ahead: int = 8) -> tuple[Ledger, Composite]:
     ledger = Ledger(1, prompt, Limits(max_tokens=1_000, context=4_000))
-    ledger.credits = 50
     proposer = NgramProposer(NgramConfig(min_match=2)) if ngram else None
     composite = Composite(ledger, proposer, ahead=ahead)
     composite.update()

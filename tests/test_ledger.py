@@ -102,6 +102,8 @@ def test_lowering_credits_takes_nothing_back_and_the_mandatory_window_stays() ->
     assert send(ledger, 1).tokens == (5,)
     with pytest.raises(UsageError, match="credits is 0"):
         ledger.credits = 0
+    ledger.credits = None
+    assert send(ledger, 1).tokens == (6,)
 
 
 def test_a_reply_is_walked_to_its_first_difference() -> None:

@@ -112,7 +112,6 @@ class Session(Actor[SessionMessage]):
                 sessions=lambda: around.credits.sessions,
             )
         self._fixed_depth = speculation.depth != "auto"
-        self._ledger.credits = 1_000_000  # the pace and the scheduler decide
         self._stops = StopStrings(request.stops)
         self._prefilling: set[int] = set()  # prefill windows on their way
         self._sent: dict[int, float] = {}  # dispatch times of windows that want a reply

@@ -10,8 +10,8 @@ The rules, with `n` committed tokens, that is, the frontier at `n`:
     it stands the optimistic suffix: proposed tokens, of which a head was dispatched and the rest was not.
 2.  Windows are cut off this line of tokens from left to right, without gap or overlap. Inside an epoch, a
     window starts where the one before it stopped. A window that starts at `n-1` with nothing in flight is
-    the mandatory one: it needs no speculation, and `credits` (never below 1) cannot forbid it. Any other
-    carries only optimistic tokens.
+    the mandatory one: it needs no speculation, and `credits`, where they are set, cannot forbid it. Any
+    other carries only optimistic tokens.
 3.  A proposal counts only in its own epoch and is anchored at an absolute position. What it repeats of the
     committed tokens and of the suffix must be equal (it is then cut off), else all of it is dropped. It may
     not leave a gap: to start beyond every position that the suffix or a proposal has reached in this epoch
@@ -220,7 +220,7 @@ class Ledger:
         self.finished: str | None = None
         """Why the session ended: "end", "stop", "length", "context" or what `finish` was told; else None."""
         self.counters = Counters()
-        self._credits = 1
+        self._credits: int | None = None
         self._prompt_length = len(prompt)
         self._end = min(len(prompt) + limits.max_tokens, limits.context)  # the frontier never passes it
         self._committed = list(prompt)
@@ -293,16 +293,16 @@ class Ledger:
         return self._next_number - self._due
 
     @property
-    def credits(self) -> int:
-        """How many windows may be in flight, the mandatory one included: at least 1, and 1 to begin with.
+    def credits(self) -> int | None:
+        """How many windows may be in flight, the mandatory one included: at least 1; None: whoever asks decides.
 
         Lowering it takes nothing back; no further window is given until enough replies have retired.
         """
         return self._credits
 
     @credits.setter
-    def credits(self, credits: int) -> None:
-        if credits < 1:
+    def credits(self, credits: int | None) -> None:
+        if credits is not None and credits < 1:
             raise UsageError(f"credits is {credits}; it must be at least 1, for the mandatory window")
         self._credits = credits
 
@@ -327,7 +327,7 @@ class Ledger:
             wanted = 1 if stop == frontier else 0
         else:
             stop = min(start + width, self.horizon)
-            if stop == start or self.in_flight >= self._credits:
+            if stop == start or (self._credits is not None and self.in_flight >= self._credits):
                 return None
             drafts = self._suffix[max(start - frontier, 0) : stop - frontier]
             for position, draft in enumerate(drafts, max(start, frontier)):

@@ -119,7 +119,6 @@ class _Simulation:
         self.text = text
         self.pace = pace
         self.ledger = Ledger(0, text[:prompt], Limits(max_tokens=len(text) - prompt, context=len(text) + 1))
-        self.ledger.credits = 1_000
         self.composite = Composite(self.ledger, proposer)
         self.composite.update()
         self.stages = [_Stage(index) for index in range(len(topology.curves))]
