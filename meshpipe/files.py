@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import stat
 from pathlib import Path
 
@@ -19,9 +20,9 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
     if target.exists() and not target.is_file():
         target.write_bytes(data)
         return
-    partial = target.with_name(f"{target.name}.{os.getpid()}.part")
+    partial = target.with_name(f"{target.name}.{secrets.token_hex(8)}.part")  # other threads may write the same
     try:
-        with partial.open("wb") as file:
+        with partial.open("xb") as file:
             if target.exists():
                 partial.chmod(stat.S_IMODE(target.stat().st_mode))
             file.write(data)
