@@ -6,8 +6,11 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -86,6 +89,24 @@ def test_files_get_the_permissions_that_files_get(tmp_path: Path) -> None:
     write_whole(tmp_path / "one", "two")
     assert (tmp_path / "one").read_text() == "two"
     assert (tmp_path / "one").stat().st_mode & 0o777 == 0o600
+
+
+def test_threads_that_write_the_same_file_do_not_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have written, and none has renamed, before the first does."""
+    texts, sync = ["one", "the other", "a third"], os.fsync
+    written = threading.Barrier(len(texts), timeout=10)
+
+    def meet(file: int) -> None:
+        sync(file)
+        written.wait()
+
+    monkeypatch.setattr(os, "fsync", meet)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(partial(write_whole, tmp_path / "same"), texts))
+    assert (tmp_path / "same").read_text() in texts
+    assert [file.name for file in tmp_path.iterdir()] == ["same"]
 
 
 def test_output_to_a_full_disk_is_one_line_on_standard_error() -> None:

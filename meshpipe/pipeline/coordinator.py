@@ -197,7 +197,7 @@ class Coordinator:
         self.nextn: Load | None = None
         """Loads the model's NextN block into this process, where the coordinator has its file."""
         self._proposers = Proposers(nursery, sink, self._tracer.recorder)
-        self._calibrations: defaultdict[str | None, Calibration] = defaultdict(dict)  # by draft model (its full path)
+        self._calibrations: defaultdict[str | None, Calibration] = defaultdict(dict)  # by path of the draft
         self._worths = defaultdict[str | None, Worth](lambda: Worth(self.pipe))  # likewise
         self._nursery = nursery
         self._shared = shared
