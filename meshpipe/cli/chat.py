@@ -25,6 +25,7 @@ from meshpipe.errors import CapacityError, UsageError
 from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.pipeline.report import Report
 from meshpipe.pipeline.request import Piece
+from meshpipe.wording import counted
 
 HELP = "/new begins a new conversation; Ctrl-C ends an answer, Ctrl-D the chat."
 
@@ -231,7 +232,7 @@ class Meter:
 
     def status(self) -> str:
         """All in one line."""
-        parts = [f"{self.tokens} tokens"]
+        parts = [counted(self.tokens, "token")]
         if self.rate is not None:
             parts.append(f"{self.rate:.1f} tokens/s")
         if self.acceptance is not None:

@@ -30,6 +30,7 @@ from meshpipe.llama.slicing import cache_directory
 from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.pipeline.examine import Health, examine
 from meshpipe.topology.layout import Topology, read_topology
+from meshpipe.wording import counted
 
 REBUILD = "CMAKE_ARGS='-DLLAVA_BUILD=OFF {}' pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python"
 ROOM = 10 << 30  # bytes that a slice may well need
@@ -258,7 +259,7 @@ def stage(health: Health) -> Check:
     }
     parts = [
         f"layers {descriptor.layers[0]}:{descriptor.layers[1]}",
-        f"{descriptor.lanes} lanes of {descriptor.context}",
+        f"{counted(descriptor.lanes, 'lane')} of {descriptor.context}",
     ]
     if health.round_trip is not None:
         parts.append(f"round trip {health.round_trip * 1e3:.1f} ms")

@@ -12,6 +12,7 @@ from meshpipe.errors import UsageError
 from meshpipe.portal import Opener
 from meshpipe.topology.layout import read_topology
 from meshpipe.topology.lock import Lock, make_lock, write_lock
+from meshpipe.wording import counted
 
 
 def add_commands(commands: Commands) -> None:
@@ -41,5 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
     lock = trio.run(record, pipeline_of(found))
     write_lock(lock, options.output)
-    print(f"{options.output}: {len(lock.stages)} stages of model {lock.stages[0].model_digest[:16]}…")
+    print(
+        f"{options.output}: {counted(len(lock.stages), 'stage')} of model {lock.stages[0].model_digest[:16]}…"
+    )
     return 0

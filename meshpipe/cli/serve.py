@@ -18,6 +18,7 @@ from meshpipe.configuration import Configured
 from meshpipe.errors import UsageError
 from meshpipe.portal import Opener
 from meshpipe.topology.layout import read_topology
+from meshpipe.wording import counted
 
 
 def add_commands(commands: Commands) -> None:
@@ -112,7 +113,8 @@ async def _serve(
                 print(json.dumps(ready), flush=True)
             else:
                 print(
-                    f"ready: {service.name} at {url}, {ready['lanes']} lanes of {ready['context']} tokens",
+                    f"ready: {service.name} at {url}, "
+                    f"{counted(pipeline.lanes.count, 'lane')} of {pipeline.context} tokens",
                     flush=True,
                 )
 

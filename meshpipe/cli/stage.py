@@ -25,6 +25,7 @@ from meshpipe.pipeline.runner import LlamaRunner
 from meshpipe.topology.layout import parse_layers
 from meshpipe.wire.conditions import Conditions
 from meshpipe.wire.endpoints import Address, listen, local_address
+from meshpipe.wording import counted
 
 log = logging.getLogger("meshpipe.stage")
 
@@ -114,7 +115,7 @@ def _say_ready(runner: LlamaRunner, address: str, as_json: bool) -> None:
     else:
         print(
             f"ready: layers {start}:{stop} of {descriptor.layer_count} on {address}, "
-            f"{descriptor.lanes} lanes of {descriptor.context} tokens",
+            f"{counted(descriptor.lanes, 'lane')} of {descriptor.context} tokens",
             flush=True,
         )
 

@@ -45,6 +45,7 @@ from meshpipe.llama import bindings
 from meshpipe.llama.options import EngineOptions
 from meshpipe.llama.slicing import read_slice
 from meshpipe.messages import Rows
+from meshpipe.wording import counted
 
 KEPT = 256
 """Hidden rows kept of each lane: how far feeding may lag behind."""
@@ -130,8 +131,8 @@ class Mtp:
         if not self._context:
             self.close()
             raise CapacityError(
-                f"llama.cpp could not make an MTP context of {lanes} lanes × {context} tokens: ask for fewer lanes "
-                "or less context, or go without MTP (its log says why)"
+                f"llama.cpp could not make an MTP context of {counted(lanes, 'lane')} × {context} tokens: ask "
+                "for fewer lanes or less context, or go without MTP (its log says why)"
             )
         llama_cpp_ext.llama_set_embeddings_nextn(self._context, True, True)
         self._memory = llama_cpp.llama_get_memory(self._context)

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshpipe.errors import UsageError
 from meshpipe.files import write_whole
+from meshpipe.wording import counted
 
 from .intervals import levels
 from .overlap import Analysis, Percentiles, analyse
@@ -149,7 +150,7 @@ def _summary(found: Analysis) -> str:
     ]
     return "\n".join(
         [
-            f"<h1>meshpipe trace</h1><p class='soft'>run {escape(found.run)}, {found.stages} stages</p>",
+            f"<h1>meshpipe trace</h1><p class='soft'>run {escape(found.run)}, {counted(found.stages, 'stage')}</p>",
             *(f"<p class='caveat'>{escape(caveat)}</p>" for caveat in found.caveats),
             f"<p class='limit'>{escape(found.bottleneck)}</p>",
             "<div class='cards'>",
