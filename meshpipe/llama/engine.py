@@ -44,6 +44,7 @@ from meshpipe.llama.options import EngineOptions
 from meshpipe.llama.slicing import Slice, read_slice, slice_nextn
 from meshpipe.llama.tap import Tap, Watch, abort_callback
 from meshpipe.messages import Rows
+from meshpipe.wording import counted
 
 EXACT_ROWS = 63
 """Most rows of a decode in the class whose bits do not depend on their company."""
@@ -147,8 +148,9 @@ class StageEngine:
             keys=options.cache_type_k,
             values=options.cache_type_v,
         )
-        what = f"a stage of layers {self.slice.start}:{self.slice.stop} with {lanes} lanes × {context} tokens"
-        check_fits(takes, options.memory_budget(), what)
+        layers = f"layers {self.slice.start}:{self.slice.stop}"
+        what = f"a stage of {layers} with {counted(lanes, 'lane')} × {context} tokens"
+        check_fits(takes, options.memory_budget(), what, evictable=options.evictable)
         mtp = mtp and self.slice.is_last and self.slice.draft_heads > 0
         apart = architectures.drafts_apart(self.slice.architecture)
         self._model = options.load(self.slice.path, mtp=mtp and not apart)
@@ -212,7 +214,7 @@ class StageEngine:
         context = llama_cpp.llama_init_from_model(self._model, params)
         if not context:
             raise CapacityError(
-                f"llama.cpp could not make a context of {self.lanes} lanes × {self.context} tokens for "
+                f"llama.cpp could not make a context of {counted(self.lanes, 'lane')} × {self.context} tokens for "
                 f"{self.slice.path.name}: ask for fewer lanes or less context (its log says why)"
             )
         return context

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from attrs import frozen
 
 from meshpipe.errors import CapacityError
 from meshpipe.llama import architectures
 from meshpipe.llama.gguf import read_header
+
+log = logging.getLogger("meshpipe.memory")
 
 # Bytes of an element, by llama.cpp's name of the type (of blocks of 32 elements, their scales included).
 _ELEMENT = {
@@ -44,18 +48,31 @@ def need(path: Path, *, lanes: int, cells: int, keys: str = "f16", values: str =
     return Need(stored, int(lanes * cells * position))
 
 
-def check_fits(need: Need, budget: int | None, what: str) -> None:
-    """Raises CapacityError if `what` needs more than the budget in bytes (None: nothing is known)."""
-    if budget is not None and need.total > budget:
-        raise CapacityError(
-            f"{what} needs {_gib(need.weights)} for weights and {_gib(need.cache)} for caches, and {_gib(budget)} of "
-            "memory are there: take fewer lanes, less context, a smaller cache type or fewer layers, or say with "
-            "memory_limit how much may be used"
+def check_fits(need: Need, budget: int | None, what: str, *, evictable: bool) -> None:
+    """Raises CapacityError if `what` needs more than the budget in bytes (None: nothing is known).
+
+    `evictable`: its weights are pages of a file, which the system may let go and read again. Then only the caches
+    have to fit; weights beside them that do not are slow, and a warning in the log.
+    """
+    if budget is None or need.total <= budget:
+        return
+    said = f"{what} needs {_gib(need.weights)} for weights and {_gib(need.cache)} for caches"
+    if evictable and need.cache <= budget:
+        log.warning(
+            "%s, and %s of memory are there: what does not fit is read from the disk for every token, which is slow; "
+            "fewer layers, lanes or less context would fit",
+            said,
+            _gib(budget),
         )
+        return
+    raise CapacityError(
+        f"{said}, and {_gib(budget)} of memory are there: take fewer lanes, less context, a smaller cache type or "
+        "fewer layers, or say with memory_limit how much may be used"
+    )
 
 
 def available(root: Path = Path("/")) -> int | None:
-    """Bytes of main memory that can be had now: of this machine, and of its control group. None: not known.
+    """Bytes of main memory that can be had now: of this machine, and of its control groups. None: not known.
 
     Where only the size of the memory can be found out, that.
     """
@@ -66,13 +83,31 @@ def available(root: Path = Path("/")) -> int | None:
     if not found:
         with suppress(OSError, ValueError, AttributeError):  # no such call on Windows
             found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with suppress(OSError, ValueError, KeyError):  # "max", or a kernel that does not say what is used
-        limit = int((root / "sys/fs/cgroup/memory.max").read_text())
-        used = dict(
-            line.split()[:2] for line in (root / "sys/fs/cgroup/memory.stat").read_text().splitlines()
-        )
-        found.append(max(0, limit - int(used["anon"])))
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            found += _left_by_groups(root / "sys/fs/cgroup", *line.split(":", 2)[1:])
     return min(found, default=None)
+
+
+def _left_by_groups(mounted: Path, controllers: str, path: str) -> Iterator[int]:
+    """What this process's group leaves it, and each one above: of version 2 (no controllers named), or 1.
+
+    Pages of files count as free, since the system lets them go. In a container the path may be the host's, where
+    nothing is found here but the container's own group, at the root.
+    """
+    if controllers == "":
+        limit, kinds = "memory.max", ("anon", "shmem")
+    elif controllers == "memory":
+        mounted, limit, kinds = mounted / "memory", "memory.limit_in_bytes", ("total_rss", "total_shmem")
+    else:
+        return
+    own = PurePosixPath(path.lstrip("/"))
+    for group in (own, *own.parents):
+        with suppress(OSError, ValueError, KeyError):  # "max", or a kernel that does not say what is used
+            most = int((mounted / group / limit).read_text())
+            lines = (mounted / group / "memory.stat").read_text().splitlines()
+            used = {name: int(size) for name, size in map(str.split, lines)}
+            yield max(0, most - sum(used[kind] for kind in kinds))
 
 
 def _stored(file: Path) -> int:

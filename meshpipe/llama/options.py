@@ -66,7 +66,7 @@ class EngineOptions:
     `batch` is the most rows of a decode when exactness is not asked for. `repack` turns on the CPU's extra
     buffer types (AMX, weight repacking): faster prefill, other bits, and on some machines a crash, hence a
     trial in a child process first. `memory_limit` is what a stage may take of main memory, in GiB; None: what is
-    there. Nothing is checked where llama.cpp may use a GPU's.
+    there, and more for weights that are mapped. Nothing is checked where llama.cpp may use a GPU's.
     """
 
     n_gpu_layers: int | None = field(default=None, validator=_integer)
@@ -97,6 +97,11 @@ class EngineOptions:
         if self.n_gpu_layers != 0 and has_gpu():
             return None
         return available() if self.memory_limit is None else int(self.memory_limit * 2**30)
+
+    @property
+    def evictable(self) -> bool:
+        """Whether weights may exceed the budget: they are pages of a file then, and nobody has set a limit."""
+        return self.mmap and not self.mlock and not self.repack and self.memory_limit is None
 
     @property
     def scales_rope(self) -> bool:
