@@ -130,7 +130,7 @@ def test_a_session_that_cannot_even_open_still_hears() -> None:
             assert await collect(other) == serial(novel, [2], 4)
             way.formed(stuck := Stuck())
             late = sim.coordinator.generate([3], max_tokens=4)
-            way.give_up = way.broke
+            way.give_up = lambda reason, stage: way.broke(reason)
             began = trio.current_time()
             with pytest.raises(StageLostError, match="within 5 s"):
                 await collect(late)

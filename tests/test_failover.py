@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from attrs import evolve
 from chaos.harness import Tokens
 from simulated import SimulatedDrafter, SimulatedNextn, guesser, mixed, serial
 from test_remote import Mesh, generate, joined, lanes_free, mesh
+from trio.testing import MockClock
 
 from meshpipe import Coordinator, LocalFallback, Speculation, StagePlace, Topology
 from meshpipe.actors.scope import owned_nursery
@@ -24,7 +25,7 @@ from meshpipe.llama.slicing import read_slice, slice_model
 from meshpipe.messages import StageDescriptor
 from meshpipe.pipeline import failover
 from meshpipe.pipeline.children import open_children, stage_command
-from meshpipe.pipeline.failover import Candidates, Joined, check_successors
+from meshpipe.pipeline.failover import Attempt, Candidates, Failover, Joined, check_successors
 from meshpipe.pipeline.local import join_stages
 from meshpipe.pipeline.runner import SimulatedRunner
 from meshpipe.pipeline.sink import ReturnSink
@@ -272,6 +273,27 @@ async def test_this_process_serves_until_the_stages_are_back(
         await lanes_free(m.hosts)
 
 
+async def test_new_requests_wait_for_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failover, "HERE_AFTER", 0.3)
+    here = Here(loaded=trio.Event())
+    async with mesh(2) as m, joined(m.topology, local_fallback=here, queue_deadline=0.01) as pipeline:
+        m.hosts[0].draining = True
+        (held,) = m.hosts[0]._routes.values()
+        held.end.cancel()
+        while pipeline.way.up:  # noqa: ASYNC110
+            await trio.sleep(0.01)
+        with trio.fail_after(5):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(generate, pipeline, [9], 20)
+                await here.loading.wait()
+                nursery.start_soon(generate, pipeline, [8], 20)
+                await trio.sleep(0.1)
+                assert pipeline.active == 2
+                assert here.loaded is not None
+                here.loaded.set()
+        assert pipeline.return_route() == "memory"
+
+
 async def test_stages_that_are_back_do_not_wait_for_a_fallback_that_still_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -406,6 +428,53 @@ async def test_every_stage_is_lost_in_turn() -> None:
         assert resumes == [2]
 
 
+async def test_stages_that_are_lost_together_both_give_way() -> None:
+    """The second one's loss is told first; the first one still listens, to refuse. New requests wait meanwhile."""
+    async with (
+        mesh(2) as m,
+        mesh(2) as spare,
+        joined(with_standbys(m, spare), queue_deadline=0.01) as pipeline,
+    ):
+        m.hosts[0].draining = True
+        m.scopes[1].cancel()
+        while pipeline.way.up:  # noqa: ASYNC110
+            await trio.sleep(0.001)
+        assert pipeline.way.reason.startswith("stage 1")
+        with trio.fail_after(5):
+            await generate(pipeline, [3], 20)
+        assert [host.routes for host in (*m.hosts, *spare.hosts)] == [0, 0, 1, 1]
+
+
+async def test_blame_falls_on_whom_is_named_else_told_else_on_each_in_turn() -> None:
+    places = [StagePlace(f"a:{stage}", standby=(f"b:{stage}",)) for stage in range(3)]
+    way, tried = Way(), list[str]()
+    joins = 0
+
+    @asynccontextmanager
+    async def join(attempt: Attempt) -> AsyncIterator[Joined]:
+        nonlocal joins
+        joins += 1
+        if joins > 1:
+            tried.append("".join(place.address[0] for place in attempt.places))
+        if joins in (2, 3, 4, 5):
+            error = StageLostError("time ran out")
+            error.stage = 0 if joins == 2 else None
+            if joins == 3:
+                keeper.lost(2, "it ended")
+                keeper.lost(0, "so did the link")
+            raise error
+        yield Joined(Sink(), (), 0.0)
+
+    keeper = Failover(way, lambda: places, join)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(keeper.run)
+        keeper.lost(1, "it ended")
+        keeper.lost(0, "a later word")
+        await way.wait_up(5)
+        nursery.cancel_scope.cancel()
+    assert tried == ["aaa", "baa", "bab", "bbb", "bba"]
+
+
 async def test_a_request_that_comes_while_a_stage_is_lost_waits_for_another() -> None:
     async with mesh(2) as m, joined(m.topology, queue_deadline=0.2) as pipeline:
         (held,) = m.hosts[0]._routes.values()
@@ -449,6 +518,38 @@ def test_successors_have_to_do_as_much() -> None:
     for worse in (described(7), described(8, stop=2)):
         with pytest.raises(HandshakeError, match="cannot take over"):
             check_successors([described(8)], [worse])
+
+
+async def test_a_way_that_is_about_to_be_formed_is_waited_for_longer(autojump_clock: MockClock) -> None:
+    way, hope = Way(), True
+    way.formed(Sink())
+    way.broke("it fell")
+    way.hopeful = lambda: hope
+
+    async def after(seconds: float, then: Callable[[], None]) -> None:
+        await trio.sleep(seconds)
+        then()
+        way.reconsider()
+
+    def lose_hope() -> None:
+        nonlocal hope
+        hope = False
+
+    async with trio.open_nursery() as nursery:
+        for deadline, at_most, ends, up, then in (
+            (3, 60, 10, True, lambda: way.formed(Sink())),
+            (3, 60, 60, False, lambda: None),
+            (3, 0, 3, False, lambda: None),
+            (3, 60, 10, False, lose_hope),
+            (3, 60, 3, False, lambda: None),  # there is none from the beginning
+        ):
+            began = trio.current_time()
+            nursery.start_soon(after, 10, then)
+            with suppress(StageLostError):
+                await way.wait_up(deadline, at_most)
+            assert trio.current_time() == began + ends
+            assert way.up is up
+            way.broke("it fell again")
 
 
 async def test_the_way_is_a_state_machine() -> None:

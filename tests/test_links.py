@@ -37,6 +37,7 @@ from meshpipe.wire import BOUNDS, Conditions, Frame, Heartbeat, Kind, Link, memo
 from meshpipe.wire import connections as wire_connections
 from meshpipe.wire.conditions import Schedule
 from meshpipe.wire.frames import pack
+from meshpipe.wire.link import HEARTBEAT
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -511,6 +512,38 @@ async def test_a_silent_peer_is_lost_after_the_deadline(autojump_clock: MockCloc
     assert isinstance((await far.receive()).message, Ping)
 
 
+@pytest.mark.parametrize(
+    ("trips", "seconds"),
+    [
+        ([], 2.5),
+        ([0.01] * 6 + [1.0, 0.5], 2.5),  # a pause
+        ([0.1, 0.5] * 4, 2.5),  # a busy machine
+        ([0.8] * 8, 3.2),  # a long way
+        ([0.5, 1.5] * 4, 6.0),  # both
+    ],
+)
+async def test_a_silence_is_longer_than_latency_and_jitter(trips: list[float], seconds: float) -> None:
+    near, _ = memory_pair()
+    link = Link("near-far", inbox().ref, near)
+    link._round_trips.extend(trips)
+    assert link.silence(HEARTBEAT) == pytest.approx(seconds, rel=0.01)
+
+
+async def test_a_process_that_stood_still_does_not_blame_its_peer(autojump_clock: MockClock) -> None:
+    near, _far = memory_pair(capacity=100)
+    link = Link("near-far", inbox().ref, near)
+    async with trio.open_nursery() as nursery:
+
+        async def lost() -> None:
+            with pytest.raises(StageLostError, match=r"for 11\.4 s"):
+                await link.run()
+
+        nursery.start_soon(lost)
+        await trio.sleep(1.9)
+        autojump_clock.jump(9)
+    assert trio.current_time() == pytest.approx(11.4)  # at 2 s it should have woken, at 10.9 it did
+
+
 @pytest.mark.parametrize("half", [True, False])
 async def test_a_peer_that_stalls_is_lost_whatever_it_has_left_in_the_pipe(half: bool) -> None:
     """Its socket stays open: it has sent half a frame, or it reads nothing while this side's pipe is full."""
@@ -588,7 +621,16 @@ async def test_a_probe_of_a_dead_peer_has_a_deadline(autojump_clock: MockClock) 
         nursery.start_soon(link.run)
         with pytest.raises(StageLostError, match="did not answer within 3 s"):
             await link.probe(deadline=3)
-        nursery.cancel_scope.cancel()
+        began = trio.current_time()
+        nursery.start_soon(end_soon, link)
+        with pytest.raises(ActorGoneError, match="has ended"):  # it waits no longer than the link lives
+            await link.probe(deadline=60)
+        assert trio.current_time() - began < 10
+
+
+async def end_soon(link: Link) -> None:
+    await trio.sleep(1)
+    link.close()
 
 
 @every_kind

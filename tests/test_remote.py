@@ -189,6 +189,19 @@ async def test_strangers_are_refused() -> None:
                 pass
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_a_stage_that_ends_or_hangs_is_lost_and_nobodys_mistake(stage: int) -> None:
+    async with mesh(2) as m:
+        host = m.hosts[stage]
+        host.draining = True
+        for reason in ("is shutting down", "hangs: it stands still"):
+            with pytest.raises(StageLostError, match=reason) as caught:
+                async with joined(m.topology):
+                    pass
+            assert caught.value.stage == stage
+            host.draining, host.stage.watchdog.hangs = False, "it stands still"
+
+
 async def test_nobody_listens() -> None:
     with pytest.raises(StageLostError, match=r"cannot reach 127\.0\.0\.1:1"):
         async with joined(Topology((StagePlace("127.0.0.1:1"),))):
@@ -226,6 +239,16 @@ async def test_the_way_is_checked_before_a_request_uses_it() -> None:
         pipe.check_route = silent
         await generate(pipe, [1, 2, 3])  # over a way that was formed anew
         assert (calls, pipe.way.generation) == (1, 2)
+
+        async def late() -> None:
+            """What was found dead has been missed meanwhile, and the way formed anew."""
+            pipe.way.give_up("", None)  # type: ignore[misc]
+            await pipe.way.wait_up(5)
+            await silent()
+
+        pipe.check_route = late
+        await generate(pipe, [1, 2, 3])
+        assert (calls, pipe.way.generation) == (2, 3)
         pipe.check_route = checked
         await generate(pipe, [1, 2, 3])
 

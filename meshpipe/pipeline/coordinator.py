@@ -65,7 +65,7 @@ STALL_DEADLINE = 30.0
 RESUME_DEADLINE = 60.0
 """Seconds that a session waits for a lost stage to come back, or for another in its place."""
 QUEUE_DEADLINE = 3.0
-"""Seconds that a new request waits for a pipeline that is broken."""
+"""Seconds that a new request waits for a pipeline that is broken and for which no stage is found."""
 QUEUE = 1024
 """Requests that may wait for a lane."""
 
@@ -141,7 +141,8 @@ class Coordinator:
     `encoding_exact` says that activations travel unchanged. `check_route` makes sure of the way to the first stage
     before a request uses it; `return_route` tells how replies come back, `processes` the numbers of the stages'
     processes, in order, if they were spawned. `stall_deadline` and `resume_deadline`: see `Surroundings`;
-    `queue_deadline`: seconds that a new request waits for a way that is broken; `queue`: requests that may wait for a
+    `queue_deadline`: seconds that a new request waits for a way that is broken, unless it is about to be formed
+    (`Way.hopeful`), then `resume_deadline`; `queue`: requests that may wait for a
     lane, in their order. `tracer` records traces;
     `observers` are told of each reply, and of each request that is done.
     """
@@ -262,7 +263,7 @@ class Coordinator:
         async def run() -> None:
             proposer = await self._proposer(speculation, mtp_at, draft)
             with waiting:
-                await self.way.wait_up(self._queue_deadline)
+                await self._wait_for_way()
                 lease = await self.lanes.lease(tokens, reuse=reuse)
             if waiting.cancelled_caught:
                 return
@@ -333,13 +334,18 @@ class Coordinator:
 
     async def _prove_way(self) -> None:
         """Makes sure that the way is up and not dead without having been missed."""
+        checked = self.way.generation
         try:
             await self.check_route()
         except MeshpipeError as error:
             if self.way.give_up is None:
                 raise
-            self.way.give_up(str(error))
-        await self.way.wait_up(self._queue_deadline)
+            if self.way.generation == checked:  # else what was found dead is gone already
+                self.way.give_up(str(error), 0)
+        await self._wait_for_way()
+
+    async def _wait_for_way(self) -> None:
+        await self.way.wait_up(self._queue_deadline, self._around.resume_deadline)
 
     def reroute(self) -> None:
         """Replies may be lost for good: every session dispatches again what it has in flight."""

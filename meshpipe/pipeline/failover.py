@@ -2,9 +2,16 @@
 
 What is lost is noticed by the links: at once when a connection ends, by heartbeats when it falls silent, by the
 sessions when no reply comes. Then the same stages are tried first, with little patience if there are others; the
-stage that cannot be reached gives way to the next of its standbys, in turn, and after a round of all choices
+stage that cannot be reached gives way to the next of its standbys, in turn, and after a round of all its places
 there is a pause that doubles. Nobody goes back from a standby that works. Meanwhile stages of this process's own may
 serve (`meshpipe.pipeline.fallback`): they are a way like any other, until that to the others is whole again.
+
+Which stage gives way is what everything hangs on: blame for the wrong one leaves the dead one where it is. So an error
+names the stage, if it is known which; else it is the one whose loss was told during the attempt; and where nobody
+knows (time ran out), it is each in turn, beginning with the one that was lost.
+
+A broken way is hopeful, so that new requests wait for it, until some stage has been looked for in vain at all of its
+places, and as long as all stages of an attempt have answered, or a fallback is to come.
 
 The stages that take over must be able to do what those before did (model, lanes, context, rows). Whether they
 compute the same bits is what their fingerprints say; sessions put that into their reports.
@@ -13,6 +20,7 @@ compute the same bits is what their fingerprints say; sessions put that into the
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from itertools import count
@@ -55,11 +63,15 @@ class Joined:
 
 @frozen
 class Attempt:
-    """What is to be joined: a place for every stage; `patience` in seconds; `incarnation` counts attempts."""
+    """What is to be joined: a place for every stage; `patience` in seconds; `incarnation` counts attempts.
+
+    `answered` is to be called when all stages have been reached, and what is left is to be made ready.
+    """
 
     places: tuple[StagePlace, ...]
     patience: float
     incarnation: int
+    answered: Callable[[], None] = lambda: None
 
 
 Join = Callable[[Attempt], AbstractAsyncContextManager[Joined]]
@@ -85,6 +97,11 @@ class Candidates:
     def count(self, stage: int) -> int:
         """How many places the stage has."""
         return len(self._places()[stage].choices) if 0 <= stage < len(self._turns) else 1
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self._turns)
 
     @property
     def standbys(self) -> int:
@@ -133,15 +150,29 @@ class Failover:
         self._caches_elsewhere = False
         self._lost = trio.Event()
         self._suspect = 0
-        way.give_up = lambda reason: self.lost(self._suspect, reason)
+        self._told: int | None = None  # the stage that was lost first during the attempt at hand
+        self._in_vain: Counter[int] = Counter()  # by stage: attempts that failed for it since the way broke
+        self._answered = False  # all stages of the attempt at hand
+        self._here_to_come = False
+        way.give_up = lambda reason, stage: self.lost(self._suspect if stage is None else stage, reason)
+        way.hopeful = self._hopeful
 
     def lost(self, stage: int, reason: str) -> None:
         """A stage, or the link to it, is gone; the first word of it counts."""
-        if self.way.up and not self.serves_here:
-            log.warning("stage %d is lost: %s", stage, reason)
-            self._suspect = stage
-            self.way.broke(f"stage {stage}: {reason}")
-            self._lost.set()
+        if not self.way.up or self.serves_here:
+            self._told = stage if self._told is None else self._told
+            return
+        log.warning("stage %d is lost: %s", stage, reason)
+        self._suspect = stage
+        self._in_vain.clear()
+        self._here_to_come = self._here is not None
+        self.way.broke(f"stage {stage}: {reason}")
+        self._lost.set()
+
+    def _hopeful(self) -> bool:
+        """See `Way.hopeful`."""
+        missing = any(tries >= self._candidates.count(stage) for stage, tries in self._in_vain.items())
+        return not missing or self._answered or self._here_to_come
 
     async def run(self, *, task_status: trio.TaskStatus[Joined] = trio.TASK_STATUS_IGNORED) -> None:
         """Forms the way, starts with what it joined, and from then on forms it anew until cancelled.
@@ -176,31 +207,43 @@ class Failover:
         delay = 10 * known.round_trip
         patience = (QUICK if self._candidates.count(self._suspect) > 1 else STEADY) + delay
         pause, longest = PAUSES
-        tried = hung = 0
+        hung: Counter[int] = Counter()
         here = self._here
         while True:
             began = trio.current_time()
             try:
                 return await self._hold(next(incarnations), patience, known)
             except MeshpipeError as error:
-                stage = self._suspect if error.stage is None else error.stage
+                stage = self._to_blame(error)
                 log.info("not joined again yet, for stage %d: %s", stage, error)
                 self._candidates.blame(stage)
-                tried += 1
-                hung += trio.current_time() - began >= patience / 2
-                if hung == HOPELESS:
+                self._in_vain[stage] += 1
+                hung[stage] += trio.current_time() - began >= patience / 2
+                if hung[stage] == HOPELESS:
                     self._on_hang(stage)
-                    hung = 0
+                    hung[stage] = 0
+            finally:
+                self._answered = False
             patience = STEADY + delay
-            waited = trio.current_time() - self.way.since
-            due = waited > HERE_AFTER and tried >= self._candidates.count(stage)
+            choices = self._candidates.count(stage)
+            due = trio.current_time() - self.way.since > HERE_AFTER and self._in_vain[stage] >= choices
             if here is not None and due and not self._loads_here:
                 self._not_here, self._loads_here = trio.CancelScope(), True
                 nursery.start_soon(self._serve_here, here, known, self._not_here)
                 here = None
-            if tried % self._candidates.count(stage) == 0:
+            self.way.reconsider()
+            if self._in_vain[stage] % choices == 0:
                 await trio.sleep(pause)
                 pause = min(longest, 2 * pause)
+
+    def _to_blame(self, error: MeshpipeError) -> int:
+        """The stage for which an attempt has failed; see the top of this file."""
+        if error.stage is not None:
+            return error.stage
+        if self._told is not None:
+            return self._told
+        suspect, self._suspect = self._suspect, (self._suspect + 1) % self._candidates.stages
+        return suspect
 
     async def _hold(
         self,
@@ -210,7 +253,12 @@ class Failover:
         task_status: trio.TaskStatus[Joined] = trio.TASK_STATUS_IGNORED,
     ) -> Joined:
         """Joins the stages once and holds them until one is lost; returns what was joined."""
-        async with self._join(Attempt(self._candidates.chosen(), patience, incarnation)) as joined:
+        self._told = None
+
+        def answered() -> None:
+            self._answered = True
+
+        async with self._join(Attempt(self._candidates.chosen(), patience, incarnation, answered)) as joined:
             self._check_round_trip(joined, again=known is not None)
             same = False
             if known is not None:
@@ -244,6 +292,8 @@ class Failover:
                     await trio.sleep_forever()
         except MeshpipeError as error:
             log.warning("cannot serve from here meanwhile: %s", error)
+            self._here_to_come = False
+            self.way.reconsider()
         finally:
             self._loads_here = False
 

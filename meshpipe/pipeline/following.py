@@ -60,7 +60,8 @@ class Following:
         self._line = 0  # how often it was cut
         self._known = 0  # positions up to which the proposer knows the line
         self._last: Follow | None = None
-        self._gone = not self._send(opening)
+        self._gone = False
+        self._opening = None if self._send(opening) else opening  # to be sent when there is room
 
     def offered(self, proposal: Proposal) -> None:
         """Gives the session's composite what came in time."""
@@ -107,6 +108,10 @@ class Following:
 
     def tell(self) -> None:
         """Sends the proposer what it does not know yet, and the new limit, if there is need to."""
+        if self._opening is not None:
+            if not self._send(self._opening):
+                return
+            self._opening = None
         self._tell_line()
         # The line first, which may have been cut: rows belong to it as it is now.
         while self._rows and not self._gone and self._send(self._rows[0]):
@@ -126,9 +131,11 @@ class Following:
         if self._send(message):
             self._known, self._last = end, message
 
-    def close(self) -> None:
-        """The session has ended."""
-        self._send(CloseSession(self._ledger.session))
+    async def close(self) -> None:
+        """The session has ended. Waits for room if need be: a proposer that missed it would keep the session's lane."""
+        with suppress(ActorGoneError):
+            if not self._send(CloseSession(self._ledger.session)) and not self._gone:
+                await self._proposer.send(CloseSession(self._ledger.session))
 
     @property
     def _reserve(self) -> int:
@@ -145,7 +152,9 @@ class Following:
         return min(ledger.horizon + self._reserve, ledger.end - 1)
 
     def _send(self, message: Told) -> bool:
-        with suppress(ActorGoneError):
+        """Says whether there was room; there is none any more where the proposer is `_gone`."""
+        try:
             return self._proposer.try_send(message)
-        self._gone = True
-        return False
+        except ActorGoneError:
+            self._gone = True
+            return False

@@ -177,9 +177,9 @@ class StageHost:
 
     async def _answer(self, call: Call) -> None:
         if self.draining:
-            raise HandshakeError("this stage is shutting down: call another one")
+            raise StageLostError("this stage is shutting down: call another one")
         if self.stage.watchdog.hangs is not None:
-            raise HandshakeError(f"this stage hangs: {self.stage.watchdog.hangs}; call another one")
+            raise StageLostError(f"this stage hangs: {self.stage.watchdog.hangs}; call another one")
         if call.hello.stage == 0:
             for connection in (call.data, call.control):
                 if connection is not None:

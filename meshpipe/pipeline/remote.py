@@ -221,6 +221,7 @@ class _Joining:
             data, control, answer = await connect_link(address, hello, self.security, patience)
             connections.push_async_callback(data.aclose)
             connections.push_async_callback(control.aclose)
+            attempt.answered()
             _check_route(places, answer.descriptors)
             if self.lock is not None:
                 check_descriptors(self.lock, answer.descriptors)

@@ -147,11 +147,11 @@ class Session(Actor[SessionMessage]):
             self._output.failure = error
         finally:
             self._credits.close()
-            if self._following is not None:
-                self._following.close()
             self._output.channel.close()
             self._record(Kind.SESSION, 0, self._ledger.generated, self._watch.began)
             await self._leave()
+            if self._following is not None:
+                await self._following.close()
 
     async def _handle_next(self) -> None:
         """Takes all that has come, so that the windows that follow know of every reply."""
@@ -202,7 +202,7 @@ class Session(Actor[SessionMessage]):
         if self._silences == 1:
             await self.rerouted(Reroute())
         elif self._silences == 2 and way.give_up is not None:
-            way.give_up(f"no reply for {2 * self._patience() / 3:.0f} s: a stage hangs")
+            way.give_up(f"no reply for {2 * self._patience() / 3:.0f} s: a stage hangs", None)
         elif self._silences > 2:
             raise StageLostError(
                 f"session {self._ledger.session}: no reply for {self._patience():.0f} s with "

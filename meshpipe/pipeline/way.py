@@ -44,8 +44,11 @@ class Way:
         self.since = 0.0
         self.on_change: Callable[[], None] = lambda: None
         """Called after every change of state."""
-        self.give_up: Callable[[str], None] | None = None
-        """Called by whoever finds it dead, with the reason; None: nobody can form it anew."""
+        self.give_up: Callable[[str, int | None], None] | None = None
+        """Called by whoever finds it dead, with the reason and the stage, if it is known which; None: nobody can form
+        it anew."""
+        self.hopeful: Callable[[], bool] = lambda: False
+        """Whether, while it is broken, it is being formed anew and nothing speaks against that yet."""
         self._first: Sender | None = None
         self._changed = trio.lowlevel.ParkingLot()
         if first is not None:
@@ -78,13 +81,25 @@ class Way:
         self._first = None
         self.on_change()
 
-    async def wait_up(self, deadline: float) -> None:
-        """Returns when it is up. Raises StageLostError after `deadline` seconds, or if it is closed."""
-        with trio.move_on_after(deadline):
-            while not self.up and self.state is not WayState.CLOSED:
+    async def wait_up(self, deadline: float, at_most: float = 0.0) -> None:
+        """Returns when it is up. Raises StageLostError if it is closed, or after `deadline` seconds.
+
+        As long as it is `hopeful` it is waited for `at_most` seconds, if those are more.
+        """
+        began = trio.current_time()
+        with trio.move_on_at(began + deadline):
+            while self.state in (WayState.FORMING, WayState.BROKEN):
+                await self._changed.park()
+        with trio.move_on_at(began + at_most):
+            while self.state is WayState.BROKEN and self.hopeful():
                 await self._changed.park()
         if not self.up:
-            raise StageLostError(f"{self.reason}; no route to the stages for {deadline:g} s, try again later")
+            waited = trio.current_time() - began
+            raise StageLostError(f"{self.reason}; no route to the stages for {waited:.2g} s, try again later")
+
+    def reconsider(self) -> None:
+        """What `hopeful` says may have changed."""
+        self._changed.unpark_all()
 
     async def send(self, message: object) -> None:
         """See `Sender.send`; never raises ActorGoneError."""

@@ -62,7 +62,9 @@ async def connect(
 ) -> tuple[SocketConnection, Welcome]:
     """One connection, greeted, within `deadline` seconds (`WARM_UP` or `STEADY`).
 
-    Raises `StageLostError` if nobody answers there, `HandshakeError` if the answerer refuses.
+    Raises `StageLostError` if nobody answers there, `HandshakeError` if the answerer refuses: for the stage that was
+    called, or the one behind it that the answerer names. Nobody knows for which if a link's data connection was
+    opened, and its Welcome, which waits for all stages behind, did not come in time.
     """
     connection: SocketConnection | None = None
     try:
@@ -70,14 +72,19 @@ async def connect(
             connection = await _reach(address, security)
             return connection, await greet(connection, hello, security.key_for(hello.stage))
     except trio.TooSlowError:
-        await _close(connection)
-        raise StageLostError(f"{address} did not answer within {deadline:g} s") from None
+        failure: MeshpipeError = StageLostError(f"{address} did not answer within {deadline:g} s")
+        failure.stage = None if hello.role == "data" and connection is not None else hello.stage
     except OSError as error:
-        await _close(connection)
-        raise StageLostError(f"cannot reach {address}: {_innermost(error)}") from None
+        failure = StageLostError(f"cannot reach {address}: {_innermost(error)}")
+        failure.stage = hello.stage
+    except MeshpipeError as error:
+        failure = error
+        failure.stage = hello.stage if error.stage is None else error.stage
     except BaseException:
         await _close(connection)
         raise
+    await _close(connection)
+    raise failure
 
 
 async def connect_link(

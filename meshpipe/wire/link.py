@@ -64,7 +64,8 @@ REMEMBERED = 1024
 class Heartbeat:
     """A Ping every `every` seconds; a peer from which nothing came for `deadline` seconds is lost.
 
-    The deadline is beyond four of the slowest round trips of late, so that a long way is no silence.
+    Or for four round trips, each with its jitter (`Link.silence`), where that is longer: on a long way a packet that is
+    lost twice is no silence, nor is a busy machine. Seconds for which this process itself stood still do not count.
     """
 
     every: float = 0.5
@@ -204,6 +205,7 @@ class Link:
         self._running = False
         self._reading_since: dict[Connection, float | None] = {}
         self._failure: MeshpipeError | None = None
+        self._over: str | None = None
         self._scope = trio.CancelScope()
 
     # ---- for the owner --------------------------------------------------------------------------------
@@ -229,7 +231,10 @@ class Link:
                     watchers.cancel_scope.cancel()
             reason = f"link {self.name} has ended" if self._failure is None else str(self._failure)
         finally:
+            self._over = reason
             self._outbox.close(reason)
+            for answered in self._probes.values():
+                answered.set()
             for ask in self._asks.values():
                 ask.fail(reason)
             with trio.CancelScope(shield=True):
@@ -247,6 +252,16 @@ class Link:
     def round_trip(self) -> float | None:
         """The shortest of the last round trips in seconds, None before the first."""
         return min(self._round_trips, default=None)
+
+    def silence(self, heartbeat: Heartbeat) -> float:
+        """Seconds without a sign of life that are more than latency and jitter: see `Heartbeat`.
+
+        Of the last eight round trips, the mean and the mean deviation count: one pause does not blunt it.
+        """
+        trips = self._round_trips
+        mean = sum(trips) / max(1, len(trips))
+        jitter = sum(abs(trip - mean) for trip in trips) / max(1, len(trips))
+        return max(heartbeat.deadline, 4 * (mean + jitter))
 
     @property
     def waited_for_room(self) -> float:
@@ -272,7 +287,7 @@ class Link:
     async def probe(self, deadline: float = 3.0) -> float:
         """Proves that the peer lives; returns the round trip in seconds.
 
-        Raises `StageLostError` if it does not answer within `deadline` seconds, `ActorGoneError` if the link
+        Raises `StageLostError` if it does not answer within `deadline` seconds, `ActorGoneError` as soon as the link
         has ended.
         """
         nonce = next(self._numbers)
@@ -282,6 +297,8 @@ class Link:
             with trio.move_on_after(deadline):
                 await self.ref.send(Ping(nonce, began))
                 await answered.wait()
+                if self._over is not None:
+                    raise ActorGoneError(self._over)
                 return trio.current_time() - began
         finally:
             del self._probes[nonce]
@@ -406,15 +423,22 @@ class Link:
             await self._inbox.send(message)  # gives up the turn, which receiving the frame has done already
 
     async def _watch(self, heartbeat: Heartbeat) -> None:
-        awake_since = trio.current_time()
+        ping_at = trio.current_time()
+        heard, stood_still = self._heard_at(), 0.0
         while True:
-            now = trio.current_time()
-            self._answer(Ping(next(self._numbers), now))
-            await trio.sleep(heartbeat.every)
-            if trio.current_time() - now > 2 * heartbeat.every:
-                awake_since = trio.current_time()  # it was this side that stood still
-            silence = trio.current_time() - max(self._heard_at(), awake_since)
-            if silence > heartbeat.deadline + 4 * max(self._round_trips, default=0.0):
+            if (now := trio.current_time()) >= ping_at:
+                self._answer(Ping(next(self._numbers), now))
+                ping_at = now + heartbeat.every
+            wake_at = min(ping_at, heard + stood_still + self.silence(heartbeat))
+            await trio.sleep_until(wake_at)
+            overslept = trio.current_time() - wake_at
+            await trio.lowlevel.checkpoint()  # what has come meanwhile is read first
+            if self._heard_at() > heard:
+                heard, stood_still = self._heard_at(), 0.0
+            elif overslept > heartbeat.every:
+                stood_still += overslept  # it was this side
+            if trio.current_time() >= heard + stood_still + self.silence(heartbeat):
+                silence = trio.current_time() - heard
                 raise StageLostError(f"nothing came from {self._ways[0][0].peer} for {silence:.1f} s")
 
     async def _linger(self) -> None:
