@@ -36,7 +36,7 @@ from meshpipe.errors import ModelError, UsageError
 from meshpipe.llama.engine import StageEngine
 from meshpipe.llama.nextn import NextnModel, has_nextn
 from meshpipe.llama.slicing import slice_model, slice_nextn
-from meshpipe.messages import OpenSession
+from meshpipe.messages import CloseSession, Follow, OpenSession
 from meshpipe.pipeline import runner as runner_module
 from meshpipe.pipeline.following import Following
 from meshpipe.pipeline.local import join_stages
@@ -138,6 +138,31 @@ def test_rows_for_a_proposer_that_is_gone_are_not_kept() -> None:
         following.revealed(position, np.zeros((1, 4), np.float32))
         following.tell()
     assert len(following._rows) <= 1
+
+
+def test_a_proposer_without_room_is_told_when_it_has_some() -> None:
+    """That a session begins, and goes on; and that it has ended, or it would keep its lane."""
+
+    async def main() -> None:
+        mailbox = proposer_mailbox()
+        while mailbox.ref.try_send(CloseSession(7)):
+            pass
+        ledger = Ledger(1, [1, 2, 3], Limits(max_tokens=9, context=64))
+        pace = Pace(Pipe((CostCurve(COST),), 0.0))
+        following = Following(mailbox.ref, ledger, Composite(ledger, None), pace, OpenSession(1, 0))
+        following.tell()
+        assert set(mailbox.take("told")) == {CloseSession(7)}
+        following.tell()
+        assert [type(message) for message in mailbox.take("told")] == [OpenSession, Follow]
+        while mailbox.ref.try_send(CloseSession(7)):
+            pass
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(following.close)
+            await trio.sleep(1)
+            mailbox.take("told", limit=1)
+        assert mailbox.take("told")[-1] == CloseSession(1)
+
+    run(main)
 
 
 def test_auto_goes_on_without_a_block_that_cannot_be_loaded() -> None:
