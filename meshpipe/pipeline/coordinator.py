@@ -432,7 +432,8 @@ class Coordinator:
             )
         raise UsageError(
             f"speculation mode {speculation.mode!r} needs NextN layers at the last stage, which has none it can "
-            "draft with; use a model that has them (and a stage without --no-mtp), or the mode 'auto' or 'ngram'"
+            "draft with: use a model that has them and a stage without --no-mtp, or let them draft at the coordinator "
+            "if it has the model's file (mtp_at), or take the mode 'auto' or 'ngram'"
         )
 
     async def _proposer(
