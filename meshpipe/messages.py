@@ -317,7 +317,7 @@ class StageDescriptor:
     counts the NextN heads with which a last stage drafts, 0: it does not; `draft_cost` are its seconds a draft.
     `fingerprint` is a digest of the bits that fixed rows gave at load: stages of the same layers that agree in it
     compute alike. `instance` names the process: after a restart it is another one, and the caches are empty.
-    `version` is meshpipe's there. `vocabulary` is a digest of the tokens' pieces where the stage has them, else "".
+    `version` is meshpipe's there. `vocabulary` is that of its file's `Header`, if it has one.
     """
 
     model_digest: str

@@ -483,7 +483,9 @@ async def test_a_vocabulary_of_another_model_with_as_many_tokens_is_refused(smol
     """Text would be garbage, and nobody would say why."""
     with closing(Vocabulary(smollm2)) as vocabulary:
         async with mesh(1, n_vocab=vocabulary.size, vocabulary="0123") as m:
-            with pytest.raises(HandshakeError, match=f"but others .digest {vocabulary.digest}, theirs 0123"):
+            with pytest.raises(
+                HandshakeError, match=f"in another way .digest {vocabulary.digest}, theirs 0123"
+            ):
                 async with open_remote(m.topology, vocabulary):
                     pass
         async with (

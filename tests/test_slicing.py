@@ -19,12 +19,13 @@ import numpy as np
 import pytest
 import reference
 import tiny
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshpipe.errors import CapacityError, MeshpipeError, ModelError, SplitError
 from meshpipe.llama import bindings, gguf, slicing
-from meshpipe.llama.gguf import read_header
+from meshpipe.llama.gguf import STRING, read_header, value
 from meshpipe.llama.identity import model_digest
 from meshpipe.llama.inspection import inspect_model, plan_split
 from meshpipe.llama.slicing import read_slice, slice_model
@@ -221,6 +222,18 @@ def test_first_and_last_keep_the_vocabulary(smollm2: Path, tmp_path: Path) -> No
     assert (without.vocabulary, kept.vocabulary) == ("", source.vocabulary)
     tokenizer = {key: entry for key, entry in source.metadata.items() if key.startswith("tokenizer.")}
     assert tokenizer == {key: entry for key, entry in kept.metadata.items() if key.startswith("tokenizer.")}
+
+
+@pytest.mark.parametrize("key", ["tokens", "merges", "token_type", "pre", "add_bos_token"])
+def test_vocabularies_are_the_same_if_they_make_the_same_tokens_of_text(key: str, smollm2: Path) -> None:
+    header = read_header(smollm2)
+    key = f"tokenizer.ggml.{key}"
+    there = header.metadata[key]
+    other = evolve(there, raw=there.raw[:-1] + bytes([there.raw[-1] ^ 1]))
+    for changed in ({key: other}, {key: value(STRING, "")}):
+        assert evolve(header, metadata={**header.metadata, **changed}).vocabulary != header.vocabulary
+    unread = {"tokenizer.chat_template": value(STRING, "another"), "general.name": value(STRING, "another")}
+    assert evolve(header, metadata={**header.metadata, **unread}).vocabulary == header.vocabulary
 
 
 @pytest.mark.slow

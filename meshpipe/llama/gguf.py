@@ -46,6 +46,14 @@ MAX_HEADER = 1 << 30
 MAX_NAME = 63
 """Bytes of a tensor's name, as in ggml."""
 
+TOKENIZATION = (
+    "model", "pre", "tokens", "token_type", "scores", "merges", "precompiled_charsmap", "normalizer.lowercase",
+    "normalizer.strip_accents", "add_space_prefix", "remove_extra_whitespaces", "add_bos_token", "bos_token_id",
+    "unknown_token_id",
+)  # fmt: skip
+"""The metadata `tokenizer.ggml.*` on which it depends which tokens a prompt becomes. Where an answer ends is not
+among it: that is often mended in a quantization."""
+
 # ggml type id: (name, elements per block, bytes per block), as ggml of llama-cpp-python 0.3.36 has them; the
 # tests compare the table with the library's own. A type that is not here is refused by name of its number.
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
@@ -183,9 +191,16 @@ class Header:
 
     @property
     def vocabulary(self) -> str:
-        """A digest of the pieces of the vocabulary, in hex, equal for all quantizations; "" if it has none."""
-        pieces = self.metadata.get("tokenizer.ggml.tokens")
-        return "" if pieces is None else hashlib.blake2b(pieces.raw, digest_size=16).hexdigest()
+        """A digest, in hex, of all that makes tokens of text, equal for all quantizations; "" without a vocabulary."""
+        if "tokenizer.ggml.tokens" not in self.metadata:
+            return ""
+        digest = hashlib.blake2b(digest_size=16)
+        for key in TOKENIZATION:
+            found = self.metadata.get(f"tokenizer.ggml.{key}")
+            if found is not None:
+                digest.update(f"{key} {len(found.raw)} ".encode())
+                digest.update(found.raw)
+        return digest.hexdigest()
 
     def integer(self, key: str, default: int | None = None) -> int:
         """Like `get`, for what must be one integer of at least 0. Raises ModelError."""

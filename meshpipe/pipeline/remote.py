@@ -280,8 +280,8 @@ def _check_vocabulary(vocabulary: Vocabulary, first: StageDescriptor) -> None:
         )
     if first.vocabulary and vocabulary.digest != first.vocabulary:
         raise HandshakeError(
-            f"the vocabulary has as many tokens as that of the stages, but others (digest {vocabulary.digest}, "
-            f"theirs {first.vocabulary}): name the model that they serve"
+            f"the vocabulary has as many tokens as that of the stages, but others, or makes them of text in another "
+            f"way (digest {vocabulary.digest}, theirs {first.vocabulary}): name the model that they serve"
         )
 
 
