@@ -205,6 +205,145 @@ def test_schemas_are_bounded() -> None:
         json_schema({"properties": {f"p{n}": {"type": "string"} for n in range(2000)}})
 
 
+def nested(*branches: Any) -> dict[str, Any]:
+    """Any of the branches; `HERE` in them is the whole."""
+    return {"$defs": {"n": {"anyOf": list(branches)}}, "$ref": "#/$defs/n"}
+
+
+def record(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+HERE = {"$ref": "#/$defs/n"}
+TEXT = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "begun", "end"),
+    [
+        (nested(*[{"type": "array", "items": HERE, "title": str(n)} for n in range(40)]), "[" * 12, "]" * 12),
+        (nested(*[{"type": "array", "items": HERE, "maxItems": n} for n in range(1, 40)]), "[[" * 6, "]" * 12),
+        (
+            nested(TEXT, *[record(left=HERE, right=HERE, op={"const": op}) for op in "abcdefgh"]),
+            '{"left":' * 12 + '"x"',
+            ',"right":"y","op":"g"}' * 12,
+        ),
+        (
+            nested(TEXT, *[record(op={"const": op}, **{op: HERE}) for op in "abcdefgh"]),
+            '{"op":"c","c":' * 12 + '"x"',
+            "}" * 12,
+        ),
+        (
+            nested(TEXT, *[
+                {"type": "array", "prefixItems": [HERE, {"const": op}, HERE], "minItems": 3, "maxItems": 3}
+                for op in "+-*/"
+            ]),
+            "[" * 12 + '"x"',
+            ',"*","y"]' * 12,
+        ),
+        ({"enum": [f"value {n}" for n in range(500)]}, '"value 4', '99"'),
+        ({"anyOf": [{"const": n, "title": str(n)} for n in range(300)]}, "2", "99"),
+        (nested(HERE, TEXT), '"', 'x"'),
+    ],
+)  # fmt: skip
+def test_what_begins_alike_is_one_way(
+    vocabulary: Vocabulary, schema: dict[str, Any], begun: str, end: str
+) -> None:
+    """One stack for each branch at each bracket would be 8^12 and more."""
+    state = Grammar(json_schema(schema), vocabulary.pointer, 0)
+    tokens = [token for one in begun + end for token in vocabulary.tokenize(one, start=False, special=False)]
+    middle = len(begun)
+    began = time.process_time()
+    assert len(tokens) == len(begun + end)
+    assert state.advance(tokens, middle)
+    assert np.isfinite(state.mask(np.zeros(vocabulary.size, np.float32))).any()
+    assert state.advance(tokens, len(tokens))
+    assert state.allows(max(vocabulary.end_tokens))
+    assert time.process_time() - began < 2
+    state.close()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        nested(*[{"type": "array", "items": {"anyOf": [HERE, {"const": n}]}} for n in range(2)]),
+        nested(record(a=HERE, b={"type": "integer"}), record(a={"anyOf": [HERE, TEXT]}, c=TEXT)),
+        nested(record(a=HERE), *[{"type": "object", "additionalProperties": {"anyOf": [HERE, one]}}
+                                 for one in ({"type": "null"}, {"type": "boolean"})]),
+        {"anyOf": [{"type": "array", "items": {"type": "string", "minLength": n}} for n in range(400)]},
+        {"$defs": {f"n{n}": {"anyOf": [{"type": "array", "items": {"anyOf": [{"$ref": f"#/$defs/n{n + 1}"}, one]}}
+                                       for one in ({"const": n}, {"type": "null"})]}
+                   for n in range(8)} | {"n8": TEXT}, "$ref": "#/$defs/n0"},
+    ],
+)  # fmt: skip
+def test_too_many_ways_are_refused_by_name(schema: dict[str, Any]) -> None:
+    with pytest.raises(
+        UsageError, match=r"^anyOf at .*may begin alike, so that the grammar would have to follow"
+    ):
+        json_schema(schema)
+
+
+keys = st.sampled_from(["a", "b"])
+leaves = st.sampled_from(
+    [TEXT, {"type": "integer"}, {"const": "x"}, {"enum": ["x", "y", 1]}, {"type": "array", "items": TEXT}]
+)
+
+
+def mappings(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def build(properties: dict[str, Any], required: set[str]) -> dict[str, Any]:
+        return {"type": "object", "properties": properties, "required": sorted(required & set(properties))}
+
+    return st.builds(build, st.dictionaries(keys, inner, min_size=1), st.sets(keys))
+
+
+branches = st.recursive(
+    leaves,
+    lambda inner: (
+        mappings(inner)
+        | st.builds(
+            lambda items, least: {"type": "array", "items": items, "minItems": least, "maxItems": least + 1},
+            inner,
+            st.integers(0, 1),
+        )
+        | st.builds(
+            lambda items: {"type": "array", "prefixItems": items}, st.lists(inner, min_size=1, max_size=2)
+        )
+        | st.builds(lambda items: {"type": "object", "additionalProperties": items}, inner)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=25)
+@given(st.lists(branches, min_size=2, max_size=4), st.randoms(use_true_random=False))
+def test_a_union_is_its_branches(
+    vocabulary: Vocabulary, schemas: list[dict[str, Any]], dice: random.Random
+) -> None:
+    """However they are read together: what one lets through, the union does, and nothing else."""
+    union = json_schema({"anyOf": schemas})
+    alone = [json_schema(schema) for schema in schemas]
+    for _ in range(5):
+        text = json.dumps(value_of(dice.choice(schemas), dice), separators=(",", ":"))
+        for said in (text, broken(text, dice)):
+            expected = any(matches(vocabulary, grammar, said) for grammar in alone)
+            assert matches(vocabulary, union, said) == expected, said
+
+
+def value_of(schema: dict[str, Any], dice: random.Random) -> Any:
+    """As `example`, and with tuples."""
+    if "prefixItems" in schema:
+        return [value_of(one, dice) for one in schema["prefixItems"]]
+    if "items" in schema:
+        count = dice.randint(schema.get("minItems", 0), schema.get("maxItems", 2))
+        return [value_of(schema["items"], dice) for _ in range(count)]
+    if "properties" in schema:
+        kept = [n for n in schema["properties"] if n in schema["required"] or dice.random() < 0.5]
+        return {name: value_of(schema["properties"][name], dice) for name in kept}
+    if "additionalProperties" in schema:
+        return {name: value_of(schema["additionalProperties"], dice) for name in dice.sample("abc", 1)}
+    return example(schema, dice)
+
+
 def test_tool_calls(vocabulary: Vocabulary) -> None:
     tools = [
         ("look", {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}),

@@ -18,35 +18,19 @@ from typing import Any
 
 from meshpipe.errors import UsageError
 from meshpipe.llama import automata, bounds, patterns
+from meshpipe.llama.rules import BASE, Rules, literal
+from meshpipe.llama.shapes import Listed, Loop, Row, Shape, Text, resolved
+from meshpipe.llama.ways import read
+from meshpipe.llama.writing import Writer, times
 
-MAX_RULES = 2000
+MAX_NODES = 2000
+"""Schemas within the schema."""
 MAX_DEPTH = 32
 MAX_REPEATS = 500
 """For minItems, maxItems, minLength and maxLength."""
 MAX_BRANCHES = 50
 """Schemas of oneOf."""
 
-# How much space may stand between tokens of JSON. Unbounded, small models fill their answer with it.
-_BASE = r"""ws ::= | " " | "\n" [ \t]{0,20}
-plain ::= [^"\\\x7F\x00-\x1F] | "\\" ["\\/bfnrt]
-char ::= plain | "\\u" ([0-9a-cA-CefEF] hex | [dD] [0-7]) hex hex
-hex ::= [0-9a-fA-F]
-string ::= "\"" char* "\""
-digits ::= [0-9]{1,15}
-integer ::= "-"? ("0" | [1-9] [0-9]{0,15})
-number ::= integer ("." digits)? ([eE] [-+]? [0-9]{1,2})?
-boolean ::= "true" | "false"
-null ::= "null"
-value ::= object | array | string | number | boolean | null
-object ::= "{" ws (string ws ":" ws value ws ("," ws string ws ":" ws value ws)*)? "}"
-array ::= "[" ws (value ws ("," ws value ws)*)? "]"
-date ::= year "-" (("0" [13578] | "1" [02]) "-" (day | "3" [01]) | ("0" [469] | "11") "-" (day | "30") | "02-" ("0" [1-9] | "1" [0-9] | "2" [0-8])) | leap "-02-29"
-year ::= [1-9] [0-9]{3} | "0" ([1-9] [0-9]{2} | "0" ([1-9] [0-9] | "0" [1-9]))
-leap ::= [0-9]{2} ("0" [48] | [2468] [048] | [13579] [26]) | ([02468] [48] | [13579] [26] | [2468] "0") "00"
-day ::= "0" [1-9] | [12] [0-9]
-time ::= ([01] [0-9] | "2" [0-3]) ":" [0-5] [0-9] ":" [0-5] [0-9] ("." [0-9]{1,6})? ("Z" | [-+] ([01] [0-9] | "2" [0-3]) ":" [0-5] [0-9])
-uuid ::= [0-9a-f]{8} "-" [0-9a-f]{4} "-" [0-9a-f]{4} "-" [0-9a-f]{4} "-" [0-9a-f]{12}
-"""  # noqa: E501
 _FORMATS = {
     "date": '"\\"" date "\\""',
     "time": '"\\"" time "\\""',
@@ -74,7 +58,7 @@ _OF_TYPE = {
 
 def json_object() -> str:
     """The grammar of any JSON object."""
-    return "root ::= object\n" + _BASE
+    return "root ::= object\n" + BASE
 
 
 def json_schema(schema: Any) -> str:
@@ -82,16 +66,9 @@ def json_schema(schema: Any) -> str:
 
     Raises UsageError that names the keyword which is not supported or is wrong, and where it stands.
     """
-    rules = _Rules(schema)
-    return rules.text(rules.visit(schema, "", 0))
-
-
-def literal(text: str) -> str:
-    """A GBNF literal."""
-    escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    return '"' + "".join(
-        escapes.get(one, one if one.isprintable() else f"\\U{ord(one):08X}") for one in text
-    ) + '"'  # fmt: skip
+    walk = _Walk(schema)
+    root = walk.visit(schema, "", 0)
+    return walk.rules.text(walk.write([root])[0])
 
 
 def tool_calls(
@@ -102,15 +79,16 @@ def tool_calls(
     `tools` are names and the JSON schemas of their arguments (None: any object). Unless `required`, any text
     that does not begin with the first character of `opening` will do as well. Raises UsageError as `json_schema`.
     """
-    parts: list[str] = []
-    rules = _Rules(None)
+    walk = _Walk(None)
+    arguments: dict[str, list[Shape | str]] = {}
     for index, (name, schema) in enumerate(tools):
-        arguments = "object"
-        if schema is not None:
-            rules.root = schema
-            arguments = rules.visit(schema, f"/tools/{index}", 0)
-        head = literal('{"name": ' + json.dumps(name) + ', "arguments": ')
-        parts.append(rules.add(f'{head} {arguments} "}}"'))
+        walk.root = schema
+        node = "object" if schema is None else walk.visit(schema, f"/tools/{index}", 0)
+        arguments.setdefault(name, []).append(node)
+    nodes = [walk.node(f"tool {name}", *given) for name, given in arguments.items()]
+    rules, names = walk.rules, walk.write(nodes)
+    heads = [literal('{"name": ' + json.dumps(name) + ', "arguments": ') for name in arguments]
+    parts = [rules.add(f'{head} {name} "}}"') for head, name in zip(heads, names, strict=True)]
     call = rules.add(f"{literal(opening)} ws ({' | '.join(parts)}) ws {literal(closing)}")
     calls = f"{call} (ws {call}){{0,7}}" if several else call
     if not required:
@@ -118,33 +96,58 @@ def tool_calls(
     return rules.text(rules.add(calls))
 
 
-class _Rules:
-    """Collects numbered rules while a schema is walked; `root` is what its references refer to."""
+_GIVEN: dict[str, list[Shape | str]] = {
+    **{
+        name: [Text("number" if name == "integer" else name, name)]
+        for name in ("string", "number", "integer", "boolean", "null")
+    },
+    "object": [Loop("object", "value")],
+    "array": [Loop("array", "value")],
+    "value": ["object", "array", "string", "number", "boolean", "null"],
+}
+"""Nodes whose rules every grammar has."""
+
+
+class _Walk:
+    """Makes a node of each schema on a walk through it; `root` is what its references refer to."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
-        self._rules: list[str] = []
-        self._known: dict[tuple[int, str], str] = {}  # rules of references, by root and path
-        self._classes: dict[patterns.Ranges, str] = {}  # rules of the characters of patterns
+        self.rules = Rules()
+        self._nodes = dict(_GIVEN)
+        self._places: dict[str, str] = {}  # of nodes that name others: keyword and path
+        self._known: dict[tuple[int, str], str] = {}  # nodes of references, by root and path
+        self._patterns: dict[tuple[str, int, int | None], str] = {}
 
-    def text(self, root: str) -> str:
-        """The whole grammar."""
-        lines = [f"root ::= {root}", *(f"r{number} ::= {rule}" for number, rule in enumerate(self._rules))]
-        return "\n".join(lines) + "\n" + _BASE
+    def node(self, place: str, *parts: Shape | str) -> str:
+        """A new node's name; `parts` are its shapes, or nodes whose shapes are its own too."""
+        if len(self._nodes) >= MAX_NODES:
+            raise UsageError(f"the schema is too large: it has more than {MAX_NODES} schemas inside")
+        name = f"n{len(self._nodes)}"
+        self._nodes[name] = list(parts)
+        self._places[name] = place
+        return name
 
-    def add(self, rule: str) -> str:
-        """A new rule's name."""
-        if len(self._rules) >= MAX_RULES:
-            raise UsageError(f"the schema is too large: it needs more than {MAX_RULES} grammar rules")
-        self._rules.append(rule)
-        return f"r{len(self._rules) - 1}"
+    def write(self, roots: Sequence[str]) -> list[str]:
+        """The names of rules for these nodes. Raises UsageError if they can be read in too many ways."""
+        nodes, names = resolved(self._nodes)
+        for node, name in names.items():
+            if not nodes[name]:
+                raise UsageError(f"{self._places[node]} refers to itself")
+        roots = [names[root] for root in roots]
+        unions = {names[node]: place for node, place in self._places.items() if place.startswith("$ref")}
+        unions |= {names[node]: place for node, place in self._places.items() if not place.startswith("$ref")}
+        writer = Writer(self.rules, nodes, read(nodes, roots, unions), _GIVEN)
+        found = [writer.rule(root) for root in roots]
+        writer.finish()
+        return found
 
-    def _define(self, name: str, rule: str) -> None:
-        """Gives a rule that was added empty, so that others can refer to it, what it says."""
-        self._rules[int(name[1:])] = rule
+    def _text(self, kind: str, rule: str, path: str) -> str:
+        """A node for texts of a kind that match a rule."""
+        return self.node(f"the schema at {path or '/'}", Text(kind, self.rules.add(rule)))
 
     def visit(self, schema: Any, path: str, depth: int) -> str:
-        """The name of a rule that matches the values of a schema."""
+        """The node of a schema."""
         if depth > MAX_DEPTH:
             raise UsageError(f"the schema nests deeper than {MAX_DEPTH}, at {path}")
         if schema is True:
@@ -163,7 +166,9 @@ class _Rules:
         types = schema.get("type", _implied(words))
         if isinstance(types, list) and types:
             _only(schema, words, set().union({"type"}, *(_OF_TYPE.get(str(t), ()) for t in types)), path)
-            return self.add(" | ".join(self._typed(schema, one, path, depth) for one in types))
+            return self.node(
+                f"type at {path or '/'}", *(self._typed(schema, one, path, depth) for one in types)
+            )
         _only(schema, words, {"type", *_OF_TYPE.get(str(types), ())}, path)
         return self._typed(schema, types, path, depth)
 
@@ -191,11 +196,8 @@ class _Rules:
             found = _found(self.root, target)
             if found is None:
                 raise UsageError(f"$ref at {path or '/'}: there is no {_brief(target)} in the schema")
-            name = self._known[key] = self.add("")
-            inner = self.visit(found, target, depth + 1)
-            if inner == name:
-                raise UsageError(f"$ref at {path or '/'} refers to itself")
-            self._define(name, inner)
+            name = self._known[key] = self.node(f"$ref at {path or '/'}")
+            self._nodes[name].append(self.visit(found, target, depth + 1))
         return self._known[key]
 
     def _const(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
@@ -213,7 +215,8 @@ class _Rules:
             values = [value for value in values if any(_is_a(value, kind) for kind in types)]
             if not values:
                 raise UsageError(f"{word} at {path or '/'} has no value of the type that stands beside it")
-        return self.add(" | ".join(_value(value, path) for value in values))
+        texts = frozenset(_value(value, path) for value in values)
+        return self.node(f"{word} at {path or '/'}", Listed(texts))
 
     def _union(self, word: str, schemas: Any, path: str, depth: int) -> str:
         if not isinstance(schemas, list) or not schemas:
@@ -229,10 +232,9 @@ class _Rules:
                         f"oneOf at {path or '/'}: a value may fit both schema {first} and schema {second}, as far as "
                         "is seen here; tell them apart by type, or by a required property with a const, or use anyOf"
                     )
-        return self.add(
-            " | ".join(
-                self.visit(one, f"{path}/{word}/{index}", depth + 1) for index, one in enumerate(schemas)
-            )
+        return self.node(
+            f"{word} at {path or '/'}",
+            *(self.visit(one, f"{path}/{word}/{index}", depth + 1) for index, one in enumerate(schemas)),
         )
 
     def _apart(self, one: Any, other: Any) -> bool:
@@ -271,26 +273,19 @@ class _Rules:
             raise UsageError(f"required at {path or '/'} names {_brief(missing[0])}, which is no property")
         if not properties:
             return self._map(schema.get("additionalProperties", True), path, depth)
-        # What follows the members so far, if there are any: built from the last property to the first.
-        first, after = "", ""
-        for name, value in reversed(list(properties.items())):
-            rule = self.visit(value, f"{path}/properties/{name}", depth + 1)
-            member = f'{literal(json.dumps(name, ensure_ascii=False))} ws ":" ws {rule} ws'
-            begun = f"{member} {after}"
-            if name in required:
-                first, after = self.add(begun), self.add(f'"," ws {begun}')
-            else:
-                first = self.add(f"{begun} | {first}" if first else f"({begun})?")
-                after = self.add(f'("," ws {member})? {after}')
-        return self.add(f'"{{" ws {first} "}}"')
+        members = tuple(
+            (name, self.visit(value, f"{path}/properties/{name}", depth + 1), name in required)
+            for name, value in properties.items()
+        )
+        return self.node(f"the schema at {path or '/'}", Row("object", members))
 
     def _map(self, value: Any, path: str, depth: int) -> str:
         if value is True or value == {}:
             return "object"
         if value is False:
-            return self.add('"{" ws "}"')
-        member = f'string ws ":" ws {self.visit(value, f"{path}/additionalProperties", depth + 1)} ws'
-        return self.add(f'"{{" ws ({member} ("," ws {member})*)? "}}"')
+            return self.node(f"the schema at {path or '/'}", Loop("object", "value", most=0))
+        inner = self.visit(value, f"{path}/additionalProperties", depth + 1)
+        return self.node(f"the schema at {path or '/'}", Loop("object", inner))
 
     def _array(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
         least, most = _bounds(schema, "minItems", "maxItems", path)
@@ -308,14 +303,12 @@ class _Rules:
                 raise UsageError(
                     f"items at {path or '/'} beside prefixItems is not supported, except as false"
                 )
-            rules = [self.visit(one, f"{path}/prefixItems/{n}", depth + 1) for n, one in enumerate(items)]
-            return self.add('"[" ws ' + ' ws "," ws '.join(rules) + ' ws "]"')
+            nodes = [self.visit(one, f"{path}/prefixItems/{n}", depth + 1) for n, one in enumerate(items)]
+            return self.node(
+                f"the schema at {path or '/'}", Row("array", tuple((None, node, True) for node in nodes))
+            )
         item = self.visit(schema.get("items", True), f"{path}/items", depth + 1)
-        if most == 0:
-            return self.add('"[" ws "]"')
-        more = f'("," ws {item} ws){_times(max(0, least - 1), None if most is None else most - 1)}'
-        body = f"{item} ws {more}"
-        return self.add(f'"[" ws {body if least else f"({body})?"} "]"')
+        return self.node(f"the schema at {path or '/'}", Loop("array", item, least, most))
 
     def _string(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
         least, most = _bounds(schema, "minLength", "maxLength", path)
@@ -327,31 +320,29 @@ class _Rules:
             if (least, most) != (0, None) or "pattern" in schema:
                 raise UsageError(f"format at {path or '/'} beside a length or a pattern is not supported")
             if form in _FORMATS:
-                return self.add(_FORMATS[form])
-            return self._pattern(_PATTERNS[form], 0, None)
+                return self._text("string", _FORMATS[form], path)
+            return self._pattern(_PATTERNS[form], 0, None, path)
         if "pattern" in schema:
             if not isinstance(schema["pattern"], str):
                 raise UsageError(
                     f"pattern at {path or '/'} is {_brief(schema['pattern'])}: it must be a text"
                 )
             with _at("pattern", path):
-                return self._pattern(schema["pattern"], least, most)
+                return self._pattern(schema["pattern"], least, most, path)
         if (least, most) == (0, None):
             return "string"
-        return self.add(f'"\\"" plain{_times(least, most)} "\\""')
+        return self._text("string", f'"\\"" plain{times(least, most)} "\\""', path)
 
-    def _pattern(self, pattern: str, least: int, most: int | None) -> str:
-        states = automata.automaton(patterns.bounded(patterns.parse(pattern), least, most))
-        names = [self.add("") for _ in states]
-        for name, state in zip(names, states, strict=True):
-            self._define(name, automata.rule(state, names, [self._class(chars) for chars, _ in state.moves]))
-        return self.add(f'"\\"" {names[0]} "\\""')
-
-    def _class(self, chars: patterns.Ranges) -> str:
-        """The name of a rule for one of these characters."""
-        if chars not in self._classes:
-            self._classes[chars] = self.add(patterns.written(chars))
-        return self._classes[chars]
+    def _pattern(self, pattern: str, least: int, most: int | None, path: str) -> str:
+        key = (pattern, least, most)
+        if key not in self._patterns:
+            states = automata.automaton(patterns.bounded(patterns.parse(pattern), least, most))
+            names = [self.rules.reserve() for _ in states]
+            for name, state in zip(names, states, strict=True):
+                classes = [self.rules.add(patterns.written(chars)) for chars, _ in state.moves]
+                self.rules.define(name, automata.rule(state, names, classes))
+            self._patterns[key] = self._text("string", f'"\\"" {names[0]} "\\""', path)
+        return self._patterns[key]
 
     def _integer(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
         return self._within(schema, path, "integer", bounds.integers)
@@ -373,7 +364,7 @@ class _Rules:
         if low is None and high is None:
             return free
         with _at("minimum and maximum", path):
-            return self.add(between(low or bounds.LOWEST, high or bounds.HIGHEST))
+            return self._text("number", between(low or bounds.LOWEST, high or bounds.HIGHEST), path)
 
     def _multiple(self, schema: Mapping[str, Any], path: str) -> str:
         modulus = schema["multipleOf"]
@@ -386,11 +377,11 @@ class _Rules:
                 f"multipleOf at {path or '/'} is {_brief(modulus)}: only an integer from 1 to {bounds.MAX_MODULUS} is "
                 "supported, without bounds beside it"
             )
-        names = [self.add("") for _ in range(modulus)]
-        rules, whole = bounds.multiples(names)
-        for name, rule in zip(names, rules, strict=True):
-            self._define(name, rule)
-        return self.add(whole)
+        names = [self.rules.reserve() for _ in range(modulus)]
+        found, whole = bounds.multiples(names)
+        for name, rule in zip(names, found, strict=True):
+            self.rules.define(name, rule)
+        return self._text("number", whole, path)
 
 
 def _found(root: Any, target: str) -> Any:
@@ -495,13 +486,9 @@ def _ends(schema: Mapping[str, Any], path: str) -> tuple[bounds.Bound | None, bo
 
 def _value(value: Any, path: str) -> str:
     try:
-        return literal(json.dumps(value, ensure_ascii=False, allow_nan=False))
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError):
         raise UsageError(f"the value {_brief(value)} at {path or '/'} is no JSON") from None
-
-
-def _times(least: int, most: int | None) -> str:
-    return f"{{{least},{'' if most is None else most}}}"
 
 
 def _bounds(schema: Mapping[str, Any], low: str, high: str, path: str) -> tuple[int, int | None]:
