@@ -11,7 +11,7 @@ import trio
 from attrs import evolve
 
 from meshpipe.actors.scope import owned_nursery
-from meshpipe.llama.draft import Drafted
+from meshpipe.llama.draft import Drafted, DraftEngine
 from meshpipe.messages import Rows, Sampling, StageDescriptor
 from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.pipeline.local import join_stages
@@ -89,7 +89,7 @@ def guesser(target: Target, right: float, sure: float = 0.5) -> Drafter:
     return draft
 
 
-class SimulatedDrafter:
+class SimulatedDrafter(DraftEngine):
     """Drafts what `target` says except where `lie(position)`; `seconds` of trio's clock a token, less to catch up.
 
     Fails the test if it is asked to run above its cache, or for a lane that no session has.
@@ -108,6 +108,7 @@ class SimulatedDrafter:
         self.drafted = 0
         self.closed = False
         self.lanes: set[int] = set()
+        self.engine = self
         self._target, self._seconds, self._lie, self._turn = target, seconds, lie, turn
         self._caches: dict[int, list[int]] = {}
 
@@ -120,13 +121,10 @@ class SimulatedDrafter:
     def close(self) -> None:
         self.closed = True
 
-    def trim(self, lane: int, position: int) -> None:
-        """Its jobs say where they start."""
-
     def keep(self, lane: int, start: int, rows: Rows) -> None:
         raise AssertionError("a draft model is sent no rows")
 
-    async def run(self, jobs: Sequence[DraftJob]) -> tuple[list[Drafted], float]:
+    async def run(self, jobs: Sequence[DraftJob]) -> tuple[list[Drafted], float]:  # type: ignore[override]
         assert len({job.lane for job in jobs}) == len(jobs)
         found, seconds = [], 0.0
         for job in jobs:

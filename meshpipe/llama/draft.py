@@ -38,7 +38,37 @@ class Drafted:
     waits: bool = False
 
 
-class DraftModel:
+class DraftEngine:
+    """What drafts ahead of a pipeline. Each kind overrides what it has a use for; but for `run`, all of it is quick.
+
+    `context`: positions that a lane has room for. `catch_up`: tokens of one job that catches up with a line, so few
+    that it does not hold drafting up for long.
+    """
+
+    context: int
+    catch_up: int
+
+    def open(self, lane: int, sampling: Sampling) -> None:
+        """A session with these settings begins on the lane; what its cache holds stays."""
+
+    def close_lane(self, lane: int) -> None:
+        """The session on the lane has ended."""
+
+    def trim(self, lane: int, position: int) -> None:
+        """The lane's tokens from `position` on may be others from now on; the next job says where it starts."""
+
+    def keep(self, lane: int, start: int, rows: Rows) -> None:
+        """Takes the trunk's hidden rows, float32 (n, n_embd), of positions `[start, start + n)`."""
+
+    def run(self, jobs: Sequence[DraftJob], seconds: float) -> list[Drafted]:
+        """What each job brought, of different lanes each. Blocks for about `seconds`. Raises EngineError."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Frees what it holds; safe to call twice."""
+
+
+class DraftModel(DraftEngine):
     """A whole model with a lane for each of the pipeline's.
 
     `lanes` sequences of up to `context` tokens each, or what the model was trained on if that is less. Raises
@@ -47,7 +77,6 @@ class DraftModel:
     """
 
     catch_up = 32
-    """Tokens of one job that catches up with a line."""
 
     def __init__(
         self, path: str | Path, vocabulary: Vocabulary, *, lanes: int, context: int, threads: int = 1
@@ -67,23 +96,17 @@ class DraftModel:
         self._samplers: dict[int, Sampler] = {}
 
     def open(self, lane: int, sampling: Sampling) -> None:
-        """A session with these settings begins on the lane; what its cache holds stays."""
+        """Samples as the session does."""
         self.close_lane(lane)
         # What the grammar forbids, the target will not pick; that rare case is not worth a grammar of its own here.
         plain = evolve(sampling, grammar="", logprobs=0)
         self._samplers[lane] = Sampler(plain, self._engine.n_vocab)
 
     def close_lane(self, lane: int) -> None:
-        """The session on the lane has ended."""
+        """Frees its sampler."""
         sampler = self._samplers.pop(lane, None)
         if sampler is not None:
             sampler.close()
-
-    def trim(self, lane: int, position: int) -> None:
-        """The lane's tokens from `position` on may be others: the next job says where it starts."""
-
-    def keep(self, lane: int, start: int, rows: Rows) -> None:
-        """A draft model has no use for the trunk's hidden rows."""
 
     def run(self, jobs: Sequence[DraftJob], seconds: float) -> list[Drafted]:
         """Runs the jobs' tokens, then drafts token after token for all that want some, for about `seconds`.

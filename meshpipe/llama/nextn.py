@@ -2,9 +2,10 @@
 
 The trunk's hidden row of every confirmed position comes to the coordinator with the replies; from the last of them on
 the block runs on its own rows (`meshpipe.llama.mtp`). It needs the embedding, its own layers and the head, which
-`slice_nextn` writes into a file. Exactness does not concern it; a wrong guess costs time and nothing else.
+`slice_nextn` writes into a file. Drafts are greedy in any case. Exactness does not concern it; a wrong guess costs time
+and nothing else.
 
-Everything here blocks but `open`, `close_lane`, `keep` and `trim`; `meshpipe.pipeline.proposer` runs it in a thread.
+Loading and drafting block; `meshpipe.pipeline.proposer` does both in a thread.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from pathlib import Path
 
 from meshpipe.errors import ModelError
 from meshpipe.llama import architectures
-from meshpipe.llama.draft import Drafted
+from meshpipe.llama.draft import Drafted, DraftEngine
 from meshpipe.llama.gguf import read_header
 from meshpipe.llama.mtp import load_mtp
 from meshpipe.llama.slicing import read_slice, slice_nextn
-from meshpipe.messages import Rows, Sampling
+from meshpipe.messages import Rows
 from meshpipe.speculation.run_ahead import DraftJob
 
 
-class NextnModel:
+class NextnModel(DraftEngine):
     """The NextN block of the model at `path`, with a lane for each of the pipeline's.
 
     `path` is the model, the slice of its last stage, or a file of the block alone. `lanes` sequences of up to
@@ -41,18 +42,12 @@ class NextnModel:
         self.context = self.catch_up = context  # told tokens cost nothing, only the rows that come for them
         self._mtp = load_mtp(slice_nextn(path), lanes=lanes, context=context, threads=threads)
 
-    def open(self, lane: int, sampling: Sampling) -> None:
-        """A session begins on the lane; what is known of its tokens stays. Drafts are greedy in any case."""
-
-    def close_lane(self, lane: int) -> None:
-        """The session on the lane has ended."""
-
     def trim(self, lane: int, position: int) -> None:
-        """The lane's tokens from `position` on may be others from now on."""
+        """Forgets the rows from `position` on."""
         self._mtp.trim(lane, position)
 
     def keep(self, lane: int, start: int, rows: Rows) -> None:
-        """Takes the trunk's hidden rows, float32 (n, n_embd), of positions `[start, start + n)`."""
+        """Has them fed when a job wants them."""
         self._mtp.keep(lane, start, rows)
 
     def run(self, jobs: Sequence[DraftJob], seconds: float) -> list[Drafted]:

@@ -26,10 +26,10 @@ from attrs import define, field
 
 from meshpipe.actors import Actor, Mailbox, Ref, handles, supervise
 from meshpipe.errors import MeshpipeError
-from meshpipe.llama.draft import Drafted, DraftModel
+from meshpipe.llama.draft import Drafted, DraftEngine, DraftModel
 from meshpipe.llama.nextn import NextnModel
 from meshpipe.llama.vocabulary import Vocabulary
-from meshpipe.messages import CloseSession, Follow, Hidden, OpenSession, Proposal, Rows, Sampling
+from meshpipe.messages import CloseSession, Follow, Hidden, OpenSession, Proposal
 from meshpipe.pipeline.route import Sender
 from meshpipe.speculation.run_ahead import DraftJob, RunAhead
 from meshpipe.telemetry.spans import Kind, Recorder, Span
@@ -46,42 +46,19 @@ class Drafter(Protocol):
     """What a proposer computes with: a model in a thread, or a simulated one on a virtual clock."""
 
     @property
-    def context(self) -> int:
-        """Positions that a lane has room for."""
-
-    @property
-    def catch_up(self) -> int:
-        """Tokens of one job that catches up with a line: so few that it does not hold drafting up for long."""
-
-    def open(self, lane: int, sampling: Sampling) -> None:
-        """A session with these settings begins on the lane."""
-
-    def close_lane(self, lane: int) -> None:
-        """The session on the lane has ended."""
-
-    def trim(self, lane: int, position: int) -> None:
-        """The lane's line may be another from `position` on."""
-
-    def keep(self, lane: int, start: int, rows: Rows) -> None:
-        """Takes the trunk's hidden rows of positions from `start` on."""
+    def engine(self) -> DraftEngine:
+        """What it computes with, to be told of sessions, lines and rows between jobs."""
 
     async def run(self, jobs: Sequence[DraftJob]) -> tuple[list[Drafted], float]:
         """Runs jobs of different lanes; what each one brought, and the seconds that it took. Raises EngineError."""
 
-    def close(self) -> None:
-        """Frees what it holds."""
-
 
 class ThreadedDrafter:
-    """A draft model or NextN block in one worker thread at a time; what else is asked of it comes in between."""
+    """Runs a draft model's or NextN block's jobs in one worker thread at a time."""
 
-    def __init__(self, model: DraftModel | NextnModel) -> None:
-        self._model = model
+    def __init__(self, engine: DraftEngine) -> None:
+        self.engine = engine
         self._thread = trio.CapacityLimiter(1)
-        self.context, self.catch_up = model.context, model.catch_up
-        self.open, self.close_lane = model.open, model.close_lane
-        self.trim, self.keep = model.trim, model.keep
-        self.close = model.close
 
     async def run(self, jobs: Sequence[DraftJob]) -> tuple[list[Drafted], float]:
         """See `Drafter.run`."""
@@ -89,7 +66,7 @@ class ThreadedDrafter:
 
     def _run(self, jobs: Sequence[DraftJob]) -> tuple[list[Drafted], float]:
         began = time.perf_counter()
-        return self._model.run(jobs, TURN), time.perf_counter() - began
+        return self.engine.run(jobs, TURN), time.perf_counter() - began
 
 
 def proposer_mailbox() -> Mailbox[Told]:
@@ -104,7 +81,7 @@ class Proposer(Actor[Told]):
         self, mailbox: Mailbox[Told], drafter: Drafter, sink: Sender, source: str, recorder: Recorder
     ) -> None:
         super().__init__(mailbox)
-        self._drafter = drafter
+        self._drafter, self._engine = drafter, drafter.engine
         self._sink = sink
         self._source = source
         self._recorder = recorder
@@ -151,11 +128,11 @@ class Proposer(Actor[Told]):
         taken = {ahead.lane for ahead in self._sessions.values()}
         lane = next(lane for lane in chain((message.lane,), count()) if lane not in taken)
         before = self._lanes.get(lane)
-        self._drafter.open(lane, message.sampling)
+        self._engine.open(lane, message.sampling)
         self._sessions[message.session] = self._lanes[lane] = RunAhead(
             message.session,
             lane,
-            self._drafter.context,
+            self._engine.context,
             tokens=before.tokens if before is not None else [],
             cached=before.cached if before is not None else 0,
         )
@@ -166,14 +143,14 @@ class Proposer(Actor[Told]):
         """How a session's line goes."""
         ahead = self._sessions.get(message.session)
         if ahead is not None:
-            self._drafter.trim(ahead.lane, ahead.follow(message))
+            self._engine.trim(ahead.lane, ahead.follow(message))
 
     @handles(Hidden)
     async def knows(self, message: Hidden) -> None:
         """Hidden rows of a session's line."""
         ahead = self._sessions.get(message.session)
         if ahead is not None:
-            self._drafter.keep(ahead.lane, message.start, message.rows)
+            self._engine.keep(ahead.lane, message.start, message.rows)
             ahead.came(len(message.rows))
 
     @handles(CloseSession)
@@ -185,11 +162,11 @@ class Proposer(Actor[Told]):
         self._spent.pop(session, None)
         ended = self._sessions.pop(session, None)
         if ended is not None:
-            self._drafter.close_lane(ended.lane)
+            self._engine.close_lane(ended.lane)
 
     def _jobs(self) -> list[DraftJob]:
         """All that draft next, by lane; or one that catches up. Where there are both, in turn."""
-        ready = [ahead.job(self._drafter.catch_up) for ahead in self._sessions.values()]
+        ready = [ahead.job(self._engine.catch_up) for ahead in self._sessions.values()]
         drafting = [job for job in ready if job is not None and job.most]
         behind = [job for job in ready if job is not None and not job.most]
         if behind and (self._catch_up_next or not drafting):
@@ -265,4 +242,4 @@ class Proposers:
                 await supervise(mailbox, make)
         finally:
             self._running.pop(name, None)
-            drafter.close()
+            drafter.engine.close()
