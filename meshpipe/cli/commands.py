@@ -20,6 +20,7 @@ exit codes:
   1    a check that was asked for failed
   2    wrong arguments, files or peers; one line on standard error says which and why
   3    a stage was lost or could not be reached: the same command may work later
+  5    stage: a decode hung and did not move again
   130  interrupted
 """
 
