@@ -274,11 +274,17 @@ class Ping:
 
 @frozen
 class Pong:
-    """Answers a Ping: its nonce and `sent`, and the answering side's monotonic clock in seconds."""
+    """Answers a Ping: its nonce and `sent`, and the answering side's monotonic clock in seconds.
+
+    `taken` frames have come on the data connection so far; `idle`: seconds for which that one has been waited at since
+    and nothing came, 0 while nobody waits.
+    """
 
     nonce: int
     sent: float
     clock: float
+    taken: int = 0
+    idle: float = 0.0
 
 
 @frozen
@@ -338,7 +344,7 @@ class StageDescriptor:
     vocabulary: str = ""
 
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Rises with every change to the frames or messages that an older peer would misread."""
 
 

@@ -204,7 +204,7 @@ async def converse(hello: Hello | None, key: bytes | None = None) -> str:
 
 async def test_versions_roles_and_first_words_are_checked() -> None:
     assert (await converse(evolve(HELLO, protocol=7))).startswith(
-        "protocol version: the caller has 7, this side 3"
+        "protocol version: the caller has 7, this side 4"
     )
     assert (await converse(evolve(HELLO, role="king"))).startswith(
         "role: the caller has 'king', this side knows data,"

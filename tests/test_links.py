@@ -588,6 +588,39 @@ async def test_progress_counts_not_duration(autojump_clock: MockClock) -> None:
         box.take(WINDOWS)
 
 
+async def test_a_data_connection_that_is_dead_alone_is_noticed(autojump_clock: MockClock) -> None:
+    """Control lives and answers. First the peer does not read, which is no loss, nor is having nothing to send."""
+    async with connections("memory") as (near, far):
+        box = inbox(windows=1)
+        link, peer = Link("near-far", inbox().ref, *near), Link("far-near", box.ref, *far)
+        async with trio.open_nursery() as nursery:
+
+            async def lost() -> None:
+                with pytest.raises(
+                    StageLostError, match=r"nothing of what was sent to far has come there for"
+                ):
+                    await link.run()
+
+            async def cut() -> None:
+                with pytest.raises(StageLostError):
+                    await peer.run()
+
+            nursery.start_soon(lost)
+            nursery.start_soon(cut)
+            await trio.sleep(60)
+            for number in range(3):
+                await link.ref.send(window(number))
+            await trio.sleep(60)
+            for _ in range(3):
+                box.take(WINDOWS)
+                await trio.sleep(1)
+            await trio.sleep(60)
+            near[0]._outgoing, _swallowed = trio.open_memory_channel(100)  # type: ignore[attr-defined]
+            began = trio.current_time()
+            await link.ref.send(window(3))
+        assert 3 < trio.current_time() - began < 4.2
+
+
 @every_kind
 async def test_links_know_their_round_trip_and_can_be_probed(kind: str) -> None:
     async with linked(kind) as ends:

@@ -44,7 +44,8 @@ Packed = Callable[[object, float, float, int], None]
 class Connection(ABC):
     """A two-way stream of frames. `peer` names the other end in errors.
 
-    `received_at` and `sent_at` are when bytes last came and went, in trio's time: signs of progress. `clocks`, at the
+    `received_at` and `sent_at` are when bytes last came and went, in trio's time: signs of progress.
+    `frames_begun` have been sent so far, the last one in part perhaps, and `frames_taken` received. `clocks`, at the
     caller's end, are those of the handshake's last question: when it was asked (this side's clock), answered (the
     peer's), and its answer came (this side's).
     """
@@ -54,6 +55,7 @@ class Connection(ABC):
         self.packed: Packed | None = None
         self.clocks: tuple[float, float, float] | None = None
         self.received_at = self.sent_at = trio.current_time()
+        self.frames_begun = self.frames_taken = 0
 
     @property
     def names(self) -> frozenset[str]:
@@ -117,6 +119,7 @@ class MemoryConnection(Connection):
         self._incoming = incoming
 
     async def send(self, frame: Frame) -> int:
+        self.frames_begun += 1
         try:
             await self._outgoing.send(frame)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -130,6 +133,7 @@ class MemoryConnection(Connection):
         except (trio.EndOfChannel, trio.ClosedResourceError):
             raise StageLostError(f"{self.peer} closed the connection without saying so") from None
         self.received_at = trio.current_time()
+        self.frames_taken += 1
         return frame
 
     def agree(self, encoding: str, limits: Limits) -> None:
@@ -194,6 +198,7 @@ class SocketConnection(Connection):
         if not self._sendable:
             raise StageLostError(f"{self.peer}: an earlier send was cut short, the connection is lost")
         self._sendable = False
+        self.frames_begun += 1
         began = trio.current_time() if self.packed is not None else 0.0
         if self._encoding != "float32" and _is_large(frame):
             head, payload = await trio.to_thread.run_sync(pack, frame, self._encoding)
@@ -234,6 +239,7 @@ class SocketConnection(Connection):
         except OSError:  # no room, or the connection is lost: `send` will find out
             return None
         self.sent_at = trio.current_time()
+        self.frames_begun += 1
         if self.packed is not None:
             self.packed(frame.message, began, self.sent_at, len(head) + len(payload))
         self._left = _after([head, payload], count)
@@ -272,6 +278,7 @@ class SocketConnection(Connection):
         if not waited:
             await trio.lowlevel.checkpoint()
         self._receivable = True
+        self.frames_taken += 1
         return frame
 
     async def _read_ahead(self, count: int) -> bool:

@@ -203,6 +203,8 @@ class Link:
         self._closing = trio.Event()
         self._closed_here = False
         self._running = False
+        self._taken = 0  # frames of the data connection that the peer is known to have
+        self._awaited: tuple[int, float] | None = None  # so many it should have, of those begun before then
         self._reading_since: dict[Connection, float | None] = {}
         self._failure: MeshpipeError | None = None
         self._over: str | None = None
@@ -401,13 +403,14 @@ class Link:
             elif ask is not None:
                 ask.answer(message)
         elif isinstance(message, Ping):
-            self._answer(Pong(message.nonce, message.sent, trio.current_time()))
+            self._answer(self._pong(message))
         elif isinstance(message, Pong):
             now = trio.current_time()
             self._round_trips.append(now - message.sent)
             self.beats.append((message.sent, message.clock, now))
             if message.nonce in self._probes:
                 self._probes[message.nonce].set()
+            self._check_data(message)
         elif isinstance(message, HANDSHAKE_ONLY):
             raise ProtocolError(f"{type(message).__name__} belongs to the handshake, which is over")
         elif not isinstance(message, self._accepts):
@@ -429,6 +432,8 @@ class Link:
             if (now := trio.current_time()) >= ping_at:
                 self._answer(Ping(next(self._numbers), now))
                 ping_at = now + heartbeat.every
+                if self._awaited is None and (begun := self._ways[-1][0].frames_begun) > self._taken:
+                    self._awaited = (begun, now)
             wake_at = min(ping_at, heard + stood_still + self.silence(heartbeat))
             await trio.sleep_until(wake_at)
             overslept = trio.current_time() - wake_at
@@ -464,6 +469,28 @@ class Link:
             return trio.current_time()
         received_at = max(connection.received_at for connection, _ in self._ways)
         return max([received_at, *(since for since in self._reading_since.values() if since is not None)])
+
+    def _pong(self, ping: Ping) -> Pong:
+        now, (data, _) = trio.current_time(), self._ways[-1]
+        since = self._reading_since.get(data)
+        idle = 0.0 if since is None else now - max(since, data.received_at)
+        return Pong(ping.nonce, ping.sent, now, data.frames_taken, idle)
+
+    def _check_data(self, pong: Pong) -> None:
+        """The data connection may be dead, on a path of its own, while control lives. Raises StageLostError.
+
+        So it is if the peer waits at it and gets nothing, though what was sent before is not there yet.
+        """
+        self._taken = max(self._taken, pong.taken)
+        if self._awaited is None or self._heartbeat is None:
+            return
+        frames, since = self._awaited
+        stands = min(trio.current_time() - since, pong.idle)
+        if self._taken >= frames:
+            self._awaited = None
+        elif stands > self.silence(self._heartbeat) + self._heartbeat.every:
+            peer = self._ways[-1][0].peer
+            raise StageLostError(f"nothing of what was sent to {peer} has come there for {stands:.1f} s")
 
     def _answer(self, message: object) -> None:
         """Sends what may be lost if there is no room for it: the other side asks again, or has a deadline."""

@@ -49,7 +49,7 @@ DEADLINE = 90.0
 """Seconds within which every request has to end."""
 
 FAULTS = (
-    "kill", "kill", "terminate", "stop", "blink", "blink", "reset", "reset", "reset", "hole", "held", "held",
+    "kill", "kill", "terminate", "stop", "blink", "blink", "reset", "reset", "path", "hole", "held", "held",
     "cut", "cut", "cut", "cancel", "cancel", "disk", "coordinator", "rolling",
 )  # fmt: skip
 """What can happen, some of it more often: dealt like cards, and shuffled anew when all have come."""
@@ -273,6 +273,10 @@ class Chaos:
             relay.set(hole=True)
             await trio.sleep(pick.uniform(*self.plan.hang))
             relay.set()
+        elif kind == "path":
+            relay.swallow_one(pick)
+            await trio.sleep(pick.uniform(*self.plan.hang))
+            relay.spare_all()
         elif kind == "held":
             relay.set(held=True)
             await trio.sleep(pick.uniform(0.05, 0.4 * self.plan.heartbeat.deadline))

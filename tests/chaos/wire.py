@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import struct
 from collections.abc import Callable
@@ -23,7 +24,8 @@ class Relay:
         self.hole = False
         self.held = False
         self._target = target
-        self._pairs: set[tuple[trio.SocketStream, trio.SocketStream]] = set()
+        self._pairs: dict[tuple[trio.SocketStream, trio.SocketStream], None] = {}  # in order of coming
+        self._swallowed: trio.SocketStream | None = None  # the caller whose connection is swallowed alone
         self._changed = trio.lowlevel.ParkingLot()
         self._cut_next = False
 
@@ -61,6 +63,15 @@ class Relay:
         self.hole, self.held = hole, held
         self._changed.unpark_all()
 
+    def swallow_one(self, chance: random.Random) -> None:
+        """Swallows what comes on one connection: the path of the others is another."""
+        callers = [caller for caller, _ in self._pairs]
+        self._swallowed = chance.choice(callers) if callers else None
+
+    def spare_all(self) -> None:
+        """Ends `swallow_one`; what comes later on that connection makes no sense all the same."""
+        self._swallowed = None
+
     async def _serve(self, caller: trio.SocketStream) -> None:
         host, _, port = self._target().rpartition(":")
         try:
@@ -70,13 +81,13 @@ class Relay:
             caller.socket.close()
             return
         pair = (caller, callee)
-        self._pairs.add(pair)
+        self._pairs[pair] = None
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._pump, caller, callee, nursery.cancel_scope)
                 nursery.start_soon(self._pump, callee, caller, nursery.cancel_scope)
         finally:
-            self._pairs.discard(pair)
+            del self._pairs[pair]
             with trio.CancelScope(shield=True):  # or the second one would stay open
                 for stream in pair:
                     await trio.aclose_forcefully(stream)
@@ -89,7 +100,7 @@ class Relay:
             async for data in source:
                 while self.held:
                     await self._changed.park()
-                if self.hole or swallowed:
+                if self.hole or swallowed or self._swallowed in (source, target):
                     swallowed = True  # what comes later makes no sense to the other side
                     continue
                 if self._cut_next:
