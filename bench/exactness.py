@@ -21,7 +21,8 @@ import numpy.typing as npt
 from bench import report, texts
 from meshpipe.cli.demo import demo_model
 from meshpipe.llama.bindings import start
-from meshpipe.llama.engine import Span, StageEngine
+from meshpipe.llama.decodes import Span
+from meshpipe.llama.engine import StageEngine
 from meshpipe.llama.options import EngineOptions
 from meshpipe.llama.slicing import slice_model
 from meshpipe.messages import Rows

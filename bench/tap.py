@@ -17,7 +17,8 @@ import llama_cpp
 
 from bench import report
 from meshpipe.llama import tap
-from meshpipe.llama.engine import Span, StageEngine
+from meshpipe.llama.decodes import Span
+from meshpipe.llama.engine import StageEngine
 from meshpipe.llama.slicing import slice_model
 
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshpipe.cli import main
-from meshpipe.llama.engine import Span, StageEngine
+from meshpipe.llama.decodes import Span
+from meshpipe.llama.engine import StageEngine
 from meshpipe.pipeline import watchdog
 
 hanging = threading.Event()

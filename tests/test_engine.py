@@ -14,7 +14,8 @@ from reference import greedy, unsplit_logits
 
 from meshpipe.errors import CapacityError, EngineError, MeshpipeError, UsageError
 from meshpipe.llama import tap
-from meshpipe.llama.engine import EXACT_ROWS, Span, StageEngine
+from meshpipe.llama.decodes import EXACT_ROWS, Span
+from meshpipe.llama.engine import StageEngine
 from meshpipe.llama.options import EngineOptions
 from meshpipe.llama.sampling import Sampler
 from meshpipe.llama.slicing import slice_model

@@ -11,7 +11,8 @@ import tiny
 
 from meshpipe.errors import CapacityError, UsageError
 from meshpipe.llama import options as options_module
-from meshpipe.llama.engine import Span, StageEngine
+from meshpipe.llama.decodes import Span
+from meshpipe.llama.engine import StageEngine
 from meshpipe.llama.inspection import inspect_model
 from meshpipe.llama.memory import Need, available, check_fits, need
 from meshpipe.llama.options import EngineOptions

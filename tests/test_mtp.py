@@ -14,7 +14,8 @@ import tiny
 
 from meshpipe.errors import EngineError, ModelError
 from meshpipe.llama import mtp as mtp_module
-from meshpipe.llama.engine import Span, StageEngine
+from meshpipe.llama.decodes import Span
+from meshpipe.llama.engine import StageEngine
 from meshpipe.llama.gguf import read_header
 from meshpipe.llama.mtp import Mtp, load_mtp
 from meshpipe.llama.slicing import slice_model, slice_nextn

@@ -154,7 +154,8 @@ def resident(pid: int | str) -> int:
 
 WHOLE = """
 import sys
-from meshpipe.llama.engine import Span, StageEngine
+from meshpipe.llama.decodes import Span
+from meshpipe.llama.engine import StageEngine
 with StageEngine(sys.argv[1], context=512, probe=True) as engine:
     engine.run([Span(0, 0, [1] * 63, wanted=1)])
     print(next(l.split()[1] for l in open("/proc/self/status") if l.startswith("VmRSS")))

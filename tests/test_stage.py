@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshpipe.llama.engine import Span, _decodes, _Piece, share_decode
+from meshpipe.llama.decodes import Piece, Span, group_rows, share_decode
 from meshpipe.pipeline.merging import merged_count
 from meshpipe.pipeline.stage import _Queued, companions
 from meshpipe.speculation.policy import CostCurve
@@ -78,8 +78,8 @@ def test_decodes_cover_every_row_once_in_order(runs: list[tuple[int, int]], most
         spans.append(Span(lane, start, [0] * count))
         lengths[lane] = start + count
     done: dict[int, int] = dict.fromkeys(lengths, 0)
-    covered: list[_Piece] = []
-    for decode in _decodes(spans, most):
+    covered: list[Piece] = []
+    for decode in group_rows(spans, most):
         assert 0 < sum(piece.high - piece.low for piece in decode) <= most
         rows: dict[int, int] = {}
         for piece in decode:

@@ -205,7 +205,8 @@ def _first_layer(header: Header, before: Boundaries, cut: int, seed: int, direct
 
 def _rows(stages: Sequence[Path], seed: int) -> list[np.ndarray[Any, Any]]:
     """What leaves each stage of a chain over all `DECODES`: activations, and logits from the last."""
-    from meshpipe.llama.engine import Span, StageEngine
+    from meshpipe.llama.decodes import Span
+    from meshpipe.llama.engine import StageEngine
     from meshpipe.llama.twin import VOCABULARY
 
     rng = np.random.default_rng(seed)

@@ -17,7 +17,8 @@ import numpy as np
 from attrs import define, evolve, field, frozen
 
 from meshpipe.errors import ModelError
-from meshpipe.llama.engine import Span, StageEngine
+from meshpipe.llama.decodes import Span
+from meshpipe.llama.engine import StageEngine
 from meshpipe.llama.gguf import read_header
 from meshpipe.llama.sampling import Sampler
 from meshpipe.llama.slicing import read_slice

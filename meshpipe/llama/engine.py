@@ -13,8 +13,7 @@ on where its lane's cache lies (`docs/exactness.md` has the measurements), so an
   several threads (flash attention then splits the cache among them), or where a probe at load saw other bits;
 - where the probe sees that grouping changes bits at all, rows run one by one.
 
-llama.cpp runs rows of several lanes in one graph if the lanes are neighbours (numbers without a gap) and have
-equally many rows; `share_decode` says so, and everything else gets a decode of its own.
+Which rows share a decode: `meshpipe.llama.decodes`; the probe: `meshpipe.llama.probe`.
 
 `exact=False` lifts the bounds on rows, and is about twice as fast at prefill on a CPU.
 
@@ -24,20 +23,18 @@ An engine is not thread-safe: one job at a time. Everything here blocks; `meshpi
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import time
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 import numpy as np
-from attrs import field, frozen
 from llama_cpp import llama_cpp_ext
 
 from meshpipe.errors import CapacityError, EngineError, UsageError
 from meshpipe.llama import architectures, bindings
+from meshpipe.llama import probe as probing
+from meshpipe.llama.decodes import EXACT_ROWS, DecodeClass, Piece, Span, group_rows
 from meshpipe.llama.memory import check_fits, need
 from meshpipe.llama.mtp import Mtp, load_mtp
 from meshpipe.llama.options import EngineOptions
@@ -46,47 +43,7 @@ from meshpipe.llama.tap import Tap, Watch, abort_callback
 from meshpipe.messages import Rows
 from meshpipe.wording import counted
 
-EXACT_ROWS = 63
-"""Most rows of a decode in the class whose bits do not depend on their company."""
-
-_PROBE_ROWS = (1, 2, 4, 8, 16, 32, EXACT_ROWS)
 _MULTI_SECTION_ROPE = (8, 40)  # LLAMA_ROPE_TYPE_MROPE, LLAMA_ROPE_TYPE_IMROPE
-
-
-@frozen
-class Span:
-    """Consecutive rows of one lane, at positions `[start, start + n)`.
-
-    `tokens` (n ids) for a first stage, `rows` (float32, shape (n, n_embd)) for the others. `wanted`: the last
-    stage computes logits for that many of the last rows; the other stages return all rows anyway. `hidden`: the
-    last stage also keeps all rows as they are before the final norm, for `StageEngine.hidden_rows`.
-    """
-
-    lane: int
-    start: int
-    tokens: Sequence[int] = ()
-    rows: Rows | None = field(default=None, eq=False, repr=False)
-    wanted: int = 0
-    hidden: bool = False
-
-    @property
-    def count(self) -> int:
-        """Number of rows."""
-        return len(self.tokens) if self.rows is None else len(self.rows)
-
-    @property
-    def stop(self) -> int:
-        """The position after the last row."""
-        return self.start + self.count
-
-
-@frozen
-class DecodeClass:
-    """Which decodes an engine runs: at most `most` rows, at least `least` (1, or 2 with a spare row)."""
-
-    most: int
-    least: int
-    exact: bool
 
 
 class Aborted(EngineError):
@@ -185,7 +142,10 @@ class StageEngine:
         else:
             self.decodes = DecodeClass(self._capacity - 1, 1, False)
         if probe:
-            self._probe(exact)
+            found = probing.probe(self)
+            self.cost, self.fingerprint, self.decodes = found.cost, found.fingerprint, found.decodes
+            if self.mtp is not None:
+                self.draft_cost = self.mtp.probe()
 
     @property
     def _cells(self) -> int:
@@ -294,7 +254,7 @@ class StageEngine:
             self.trim(lane, start)
         pieces: list[list[Rows]] = [[] for _ in spans]
         self._hidden = [[] for _ in spans]
-        decodes = list(_decodes(spans, self.decodes.most))
+        decodes = list(group_rows(spans, self.decodes.most))
         copy = self.slice.is_last and (keep or len(decodes) > 1)
         try:
             for decode in decodes:
@@ -381,7 +341,7 @@ class StageEngine:
                 f"not {span.rows.dtype} of {span.rows.shape}"
             )
 
-    def _decode(self, spans: Sequence[Span], decode: Sequence[_Piece]) -> Iterator[tuple[int, Rows]]:
+    def _decode(self, spans: Sequence[Span], decode: Sequence[Piece]) -> Iterator[tuple[int, Rows]]:
         """One llama_decode; yields the result of every piece."""
         count = 0
         wants: list[int] = []  # of each piece: how many of its last rows are wanted
@@ -438,7 +398,7 @@ class StageEngine:
             llama_cpp.llama_memory_seq_rm(self._memory, lane, self._lengths[lane], -1)
         yield from self._results(decode, wants, count, skip)
 
-    def _keep_hidden(self, spans: Sequence[Span], decode: Sequence[_Piece], count: int) -> None:
+    def _keep_hidden(self, spans: Sequence[Span], decode: Sequence[Piece], count: int) -> None:
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._context)
         rows = np.ctypeslib.as_array(pointer, (count, self.n_embd))
         at = 0
@@ -449,7 +409,7 @@ class StageEngine:
             at = stop
 
     def _results(
-        self, decode: Sequence[_Piece], wants: Sequence[int], count: int, skip: int
+        self, decode: Sequence[Piece], wants: Sequence[int], count: int, skip: int
     ) -> Iterator[tuple[int, Rows]]:
         """The wanted rows of every piece; `skip` rows that nobody wants come before them."""
         if self._tap is not None:
@@ -470,54 +430,6 @@ class StageEngine:
                 yield piece.index, rows[at : at + want]
             at += want
 
-    # ---------------------------------------------------------------- the probe at load
-
-    def _probe(self, exact: bool) -> None:
-        """Measures `cost`, and whether a row keeps its bits alone, in pairs and in groups.
-
-        Sizes stop growing when a decode takes over a second, so that the probe of a large model stays short.
-        """
-        total = min(EXACT_ROWS, self.context, self.decodes.most)
-        rng = np.random.default_rng(0)
-        tokens = [int(t) for t in rng.integers(0, self.n_vocab, total)]
-        rows = rng.standard_normal((total, self.n_embd)).astype(np.float32)
-
-        def decode(low: int, high: int) -> tuple[Rows, float]:
-            if self.slice.is_first:
-                span = Span(0, low, tokens[low:high], wanted=high - low)
-            else:
-                span = Span(0, low, rows=rows[low:high], wanted=high - low)
-            began = time.perf_counter()
-            (result,) = self.run([span])
-            return result, time.perf_counter() - began
-
-        decode(0, 1)  # the first decode pays for page faults and graph reservation
-        cost: list[tuple[int, float]] = []
-        for size in _PROBE_ROWS:
-            if size > total or (cost and cost[-1][1] > 1.0):
-                break
-            cost.append((size, min(decode(0, size)[1] for _ in range(2))))
-        self.cost = tuple(cost)
-        size = max(1, cost[-1][0])
-        bits = hashlib.blake2b(decode(0, min(8, total))[0].tobytes(), digest_size=16)
-        self.fingerprint = f"{bits.hexdigest()}/{'exact' if exact else 'free'}"
-        if exact:
-            self.decodes = DecodeClass(self.decodes.most, 1, True)
-            together, _ = decode(0, size)
-            lone_equal = size < 2 or bool(np.array_equal(decode(size - 1, size)[0][0], together[-1]))
-            groups_equal = all(
-                bool(np.array_equal(decode(size - k, size)[0], together[-k:]))
-                for k in (2, 3, 7, 16)
-                if k < size
-            )
-            if not groups_equal:
-                self.decodes = DecodeClass(1, 1, True)
-            elif self.threads > 1 or not lone_equal:
-                self.decodes = DecodeClass(self.decodes.most, 2, True)
-        self.clear(0)
-        if self.mtp is not None:
-            self.draft_cost = self.mtp.probe()
-
     def close(self) -> None:
         """Frees the contexts and the model; safe to call twice."""
         if self.mtp is not None:
@@ -534,50 +446,3 @@ class StageEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@frozen
-class _Piece:
-    """Rows [low, high) of a span."""
-
-    index: int
-    low: int
-    high: int
-
-
-def share_decode(lanes: Sequence[int], rows: Sequence[int]) -> bool:
-    """Whether llama.cpp runs these in one graph: neighbouring lanes, in ascending order, with equally many rows."""
-    return len(set(rows)) == 1 and all(b == a + 1 for a, b in pairwise(lanes))
-
-
-def _decodes(spans: Sequence[Span], most: int) -> Iterator[list[_Piece]]:
-    """Groups the spans' rows into decodes of at most `most` rows, each of lanes that share one.
-
-    Every lane's rows are cut into turns of at most `most`; the first turn of all lanes comes before the second.
-    """
-    turns: dict[int, list[list[_Piece]]] = {}  # by lane: turns of pieces
-    for index, span in enumerate(spans):
-        mine = turns.setdefault(span.lane, [[]])
-        low = 0
-        while low < span.count:
-            room = most - sum(piece.high - piece.low for piece in mine[-1])
-            if room == 0:
-                mine.append([])
-                continue
-            high = min(span.count, low + room)
-            mine[-1].append(_Piece(index, low, high))
-            low = high
-    while turns:
-        group: list[tuple[int, int]] = []  # (lane, rows)
-        decode: list[_Piece] = []
-        for lane in sorted(turns):
-            pieces = turns[lane].pop(0)
-            count = sum(piece.high - piece.low for piece in pieces)
-            joined = [*group, (lane, count)]
-            if len(joined) * count > most or not share_decode(*zip(*joined, strict=True)):
-                yield decode
-                decode, joined = [], [(lane, count)]
-            group = joined
-            decode += pieces
-        yield decode
-        turns = {lane: left for lane, left in turns.items() if left}

@@ -19,7 +19,8 @@ from attrs import evolve, field, frozen
 
 from meshpipe import __version__
 from meshpipe.errors import EngineError
-from meshpipe.llama.engine import Aborted, Span, StageEngine
+from meshpipe.llama.decodes import Span
+from meshpipe.llama.engine import Aborted, StageEngine
 from meshpipe.llama.sampling import Sampler
 from meshpipe.messages import Rows, Sampling, StageDescriptor, TokenLogprobs, Window
 from meshpipe.speculation.policy import CostCurve
