@@ -202,13 +202,14 @@ class SessionFailed:
     """A stage could not go on with a session; the others are not touched. `session` is None for all of them.
 
     `refused`: the stage did not open it, because the lane is another coordinator's or does not hold the prefix:
-    another lane, or no prefix, may do.
+    another lane, or no prefix, may do. `wrong`: what was asked for is at fault, not the stage.
     """
 
     session: int | None
     stage: int
     reason: str
     refused: bool = False
+    wrong: bool = False
 
 
 @frozen

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import llama_cpp
 import numpy as np
 import pytest
+import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshpipe import Pipeline, Sampling, Speculation
 from meshpipe.errors import EngineError, UsageError
+from meshpipe.llama import grammar as limits
 from meshpipe.llama.grammar import MAX_LENGTH, MAX_NESTING, Grammar, check_bounds
 from meshpipe.llama.options import EngineOptions
 from meshpipe.llama.sampling import Sampler
@@ -175,6 +178,78 @@ async def test_grammar_output_is_valid_and_speculation_changes_nothing(smollm2: 
                 answers.append((tokens, logprobs, "".join(piece.text for piece in pieces)))
             assert answers[0] == answers[1]
             assert set(json.loads(answers[0][2])) == {"name", "age", "tags"}
-        with pytest.raises(EngineError, match="does not understand the grammar"):
+        with pytest.raises(UsageError, match=r"stage 1: llama\.cpp does not understand the grammar"):
             await pipeline.complete("a", sampling=Sampling(grammar="root ::= ("))
         assert (await pipeline.complete("a b a b a", max_tokens=3)).tokens  # and the lane is free
+
+
+MANY_WAYS = "root ::= " + " | ".join(['"[" root "]"'] * 8)
+"""Every bracket multiplies llama.cpp's stacks by eight."""
+
+
+def test_a_grammar_that_is_too_slow_is_given_up(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "ALLOWANCE", 0.5)
+    monkeypatch.setattr(limits, "EACH", 0.0)
+    monkeypatch.setattr(limits, "_TICK", 0.02)
+    waited: list[float] = []
+    grammar = Grammar(MANY_WAYS, vocabulary.pointer, 0, waits=lambda: waited.append(time.perf_counter()))
+    bracket = vocabulary.tokenize("[", start=False)[0]
+    row = np.zeros(vocabulary.size, np.float32)
+    row[bracket] = 1
+    assert grammar.advance([bracket] * 2, 2)
+    assert grammar.mask(row, 1)[bracket] == 1  # of the few that are looked at
+    assert grammar.advance([bracket] * 3, 3)
+    with pytest.raises(UsageError, match=r"the grammar takes too long: more than 0\.5 s"):  # noqa: PT012
+        for _ in range(9):
+            grammar.mask(row)  # 512 stacks: half a second, about
+    assert len(waited) > 2
+    began = time.perf_counter()
+    with pytest.raises(UsageError, match="takes too long"):
+        grammar.allows(bracket)
+    grammar.close()
+    assert time.perf_counter() - began < 0.3  # does not wait for what still computes
+    grammar._thread.join()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 300), st.sampled_from(["", "[", "[1", "[12,"]))
+def test_the_most_likely_allowed_tokens_are_what_a_whole_mask_leaves(
+    vocabulary: Vocabulary, seed: int, enough: int, begun: str
+) -> None:
+    dice = np.random.default_rng(seed)
+    row = (
+        dice.normal(0, 3, vocabulary.size).round(int(dice.integers(0, 4))).astype(np.float32)
+    )  # equal ones too
+    grammar = Grammar(DIGITS, vocabulary.pointer, 0)
+    tokens = vocabulary.tokenize(begun, start=False)
+    grammar.advance(tokens, len(tokens))
+    whole, some = grammar.mask(row), grammar.mask(row, enough)
+    best = np.argsort(-whole, kind="stable")[:enough]
+    assert (
+        np.argsort(-some, kind="stable")[:enough][whole[best] > -np.inf] == best[whole[best] > -np.inf]
+    ).all()
+    assert ((some == whole) | (some == -np.inf)).all()
+    grammar.close()
+
+
+@pytest.mark.slow
+async def test_a_slow_grammar_ends_its_own_request_and_no_other(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "ALLOWANCE", 0.4)
+    monkeypatch.setattr(limits, "EACH", 0.0)
+    slow = Sampling(temperature=1.0, top_k=0, grammar=MANY_WAYS)
+    async with Pipeline.local(smollm2, "0,30", lanes=2, context=256) as pipeline:
+        alone = (await pipeline.complete("Count: 1 2 3", max_tokens=24)).tokens
+        done: list[Sequence[int]] = []
+
+        async def beside() -> None:
+            done.append((await pipeline.complete("Count: 1 2 3", max_tokens=24)).tokens)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(beside)
+            with pytest.raises(UsageError, match=r"stage 0: the grammar takes too long"):
+                await pipeline.complete("a", sampling=slow, max_tokens=24)
+        assert done == [alone]

@@ -7,7 +7,8 @@ any temperature: a window's token is accepted when it equals the pick that seria
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import llama_cpp
@@ -74,10 +75,19 @@ def position_seed(seed: int, position: int) -> int:
 class Sampler:
     """One session's picks. `close` it, or use it in a `with`.
 
-    `vocab` is llama.cpp's vocabulary pointer, for a grammar; `prompt` the number of tokens that were given.
+    `vocab` is llama.cpp's vocabulary pointer, for a grammar; `prompt` the number of tokens that were given. `waits`
+    is called while a grammar is slow. A grammar is parsed with the first pick, which raises what `Grammar` does.
     """
 
-    def __init__(self, sampling: Sampling, n_vocab: int, *, vocab: Any = None, prompt: int = 0) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        n_vocab: int,
+        *,
+        vocab: Any = None,
+        prompt: int = 0,
+        waits: Callable[[], None] = lambda: None,
+    ) -> None:
         check(sampling)
         bad = next((token for token, _ in sampling.logit_bias if not 0 <= token < n_vocab), None)
         if bad is not None:
@@ -87,7 +97,8 @@ class Sampler:
         self._bias = np.array([bias for _, bias in sampling.logit_bias], np.float32)
         self._chain: int | None = None
         self._penalties: int | None = None
-        self._grammar = Grammar(sampling.grammar, vocab, prompt) if sampling.grammar else None
+        self._parse = partial(Grammar, sampling.grammar, vocab, prompt, waits=waits)
+        self._grammar: Grammar | None = None
         if sampling.temperature == 0 and not self._penalizes:
             return
         self._candidates, self._array = candidates(n_vocab)
@@ -126,6 +137,13 @@ class Sampler:
             s.repeat_penalty != 1.0 or s.frequency_penalty != 0.0 or s.presence_penalty != 0.0
         )
 
+    @property
+    def _enough(self) -> int | None:
+        """So many of the most likely tokens are all that a pick depends on, if that is known."""
+        if self._penalizes or (self._sampling.temperature > 0 and self._sampling.top_k <= 0):
+            return None
+        return self._sampling.top_k if self._sampling.temperature > 0 else 1
+
     def _add(self, sampler: int) -> int:
         llama_cpp.llama_sampler_chain_add(self._chain, sampler)
         return sampler
@@ -141,14 +159,14 @@ class Sampler:
             logits = logits.copy()
             np.add.at(logits, self._biased, self._bias)
         token = self._draw(logits, tokens, position)
-        # What comes after tokens that the grammar forbids follows a wrong draft: nobody will want it.
-        if (
-            self._grammar is None
-            or not self._grammar.advance(tokens, position)
-            or self._grammar.allows(token)
-        ):
+        if not self._sampling.grammar:
             return token
-        allowed = self._grammar.mask(logits)
+        if self._grammar is None:
+            self._grammar = self._parse()
+        # What comes after tokens that the grammar forbids follows a wrong draft: nobody will want it.
+        if self._grammar.permits(tokens, position, token):
+            return token
+        allowed = self._grammar.mask(logits, self._enough)
         if allowed.max() == -np.inf:
             raise EngineError(f"the grammar allows no token of the vocabulary at position {position}")
         return self._draw(allowed, tokens, position)

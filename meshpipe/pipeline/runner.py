@@ -167,7 +167,9 @@ class LlamaRunner:
         """See `Runner.open`."""
         if self._engine.slice.is_last:
             engine = self._engine
-            self._samplers[lane] = Sampler(sampling, engine.n_vocab, vocab=engine.vocab, prompt=prompt)
+            self._samplers[lane] = Sampler(
+                sampling, engine.n_vocab, vocab=engine.vocab, prompt=prompt, waits=self._moves
+            )
 
     def close(self, lane: int) -> None:
         """See `Runner.close`."""
@@ -185,8 +187,14 @@ class LlamaRunner:
         return self._engine.length(lane)
 
     def steps(self) -> int:
-        """See `Runner.steps`: nodes computed, and tokens picked."""
+        """See `Runner.steps`: nodes computed, tokens picked, and looks at a grammar that is slow.
+
+        Those have an end of their own (`Grammar`): no decode hangs while a grammar is waited for.
+        """
         return self._engine.steps + self._picked
+
+    def _moves(self) -> None:
+        self._picked += 1
 
     async def run(self, jobs: Sequence[Job]) -> list[Result]:
         """See `Runner.run`."""
@@ -257,7 +265,7 @@ class LlamaRunner:
         first = window.width - window.wanted
 
         def pick(index: int) -> int:
-            self._picked += 1
+            self._moves()
             return sampler.pick(logits[index - first], job.tokens, window.start + index + 1)
 
         tokens = matching_picks(window, pick)

@@ -26,7 +26,7 @@ import trio
 from attrs import evolve
 
 from meshpipe.actors import Actor, Ask, Mailbox, handles
-from meshpipe.errors import CapacityError, EngineError, MeshpipeError, StageLostError
+from meshpipe.errors import CapacityError, EngineError, MeshpipeError, StageLostError, UsageError
 from meshpipe.messages import (
     CloseSession,
     Discard,
@@ -304,6 +304,8 @@ class Session(Actor[SessionMessage]):
     @handles(SessionFailed)
     async def failed(self, failed: SessionFailed) -> None:
         """A stage cannot go on, or has not begun: then another lane may do, or the same without its prefix."""
+        if failed.wrong:
+            raise UsageError(f"stage {failed.stage}: {failed.reason}")
         if not failed.refused:
             raise EngineError(f"stage {failed.stage}: {failed.reason}")
         now, lease, way = trio.current_time(), self._request.lease, self._around.first

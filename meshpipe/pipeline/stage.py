@@ -26,7 +26,7 @@ from attrs import define, evolve, frozen
 
 from meshpipe.actors import Actor, Mailbox, handles
 from meshpipe.actors.scope import owned_nursery
-from meshpipe.errors import ActorGoneError, MeshpipeError
+from meshpipe.errors import ActorGoneError, MeshpipeError, UsageError
 from meshpipe.messages import (
     CloseSession,
     Discard,
@@ -233,7 +233,7 @@ class Stage(Actor[StageMessage]):
             return
         lanes = self._runner.descriptor.lanes
         problem: str | None = None
-        refused = False
+        refused = wrong = False
         if (route, message.session) in self._sessions:
             problem = f"session {message.session} is open already"
         elif not 0 <= message.lane < lanes:
@@ -251,9 +251,11 @@ class Stage(Actor[StageMessage]):
             try:
                 self._runner.open(message.lane, message.sampling, message.prompt)
             except MeshpipeError as error:
-                problem = str(error)
+                problem, wrong = str(error), isinstance(error, UsageError)
         if problem is not None:  # the caller is told; `meshpipe doctor` asks for a lane that there is not
-            await self._fail(route, message.session, problem, refused=refused, level=logging.INFO)
+            await self._fail(
+                route, message.session, problem, refused=refused, wrong=wrong, level=logging.INFO
+            )
             return
         session = _Session(message.session, route, message.lane, held, message)
         self._cached[message.lane] = session.tokens
@@ -411,7 +413,7 @@ class Stage(Actor[StageMessage]):
             if len(runnable) > 1:
                 await self._run_job([queued])
             else:
-                await self._fail_session(queued.session, str(problem))
+                await self._fail_session(queued.session, str(problem), wrong=isinstance(problem, UsageError))
 
     async def _deliver(
         self, runnable: list[_Queued], results: list[Result], began: float, service: float
@@ -489,15 +491,22 @@ class Stage(Actor[StageMessage]):
         except ActorGoneError:
             log.debug("no one takes %s any more", type(message).__name__)
 
-    async def _fail_session(self, session: _Session, reason: str) -> None:
+    async def _fail_session(self, session: _Session, reason: str, *, wrong: bool = False) -> None:
         self._forget(session)
-        await self._fail(session.route, session.number, reason)
+        await self._fail(session.route, session.number, reason, wrong=wrong)
 
     async def _fail(
-        self, route: Route, session: int, reason: str, *, refused: bool = False, level: int = logging.WARNING
+        self,
+        route: Route,
+        session: int,
+        reason: str,
+        *,
+        refused: bool = False,
+        wrong: bool = False,
+        level: int = logging.WARNING,
     ) -> None:
         log.log(level, "stage %d: session %d failed: %s", route.index, session, reason)
-        await self._send(route.back, SessionFailed(session, route.index, reason, refused))
+        await self._send(route.back, SessionFailed(session, route.index, reason, refused, wrong))
 
     def _count_dropped(self, route: Route, window: Window, came: float) -> None:
         record(route, Kind.DROP, window, came, trio.current_time(), window.width)
