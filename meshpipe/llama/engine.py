@@ -34,6 +34,7 @@ from llama_cpp import llama_cpp_ext
 from meshpipe.errors import CapacityError, EngineError, UsageError
 from meshpipe.llama import architectures, bindings
 from meshpipe.llama import probe as probing
+from meshpipe.llama.context import Loaded, context_params
 from meshpipe.llama.decodes import EXACT_ROWS, DecodeClass, Piece, Span, group_rows
 from meshpipe.llama.memory import check_fits, need
 from meshpipe.llama.mtp import Mtp, load_mtp
@@ -50,7 +51,7 @@ class Aborted(EngineError):
     """A decode was ended by `StageEngine.abort`; its lanes were trimmed to where it had started."""
 
 
-class StageEngine:
+class StageEngine(Loaded):
     """Runs one slice of a model.
 
     `fingerprint`, after a probe, is a digest of the bits that fixed rows gave: engines of the same slice that agree
@@ -90,7 +91,6 @@ class StageEngine:
         self.fingerprint = ""
         self.mtp: Mtp | None = None
         self.draft_cost = 0.0
-        self._model = self._context = None
         self._hidden: list[list[Rows]] = []
         self._lengths = [0] * lanes
         self._watch = Watch()
@@ -153,16 +153,9 @@ class StageEngine:
         return -(-(self.context + 1) // 256) * 256
 
     def _make_context(self, options: EngineOptions) -> object:
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx = self.lanes * self._cells
-        params.n_batch = params.n_ubatch = self._capacity
-        params.n_seq_max = self.lanes
-        params.n_threads = params.n_threads_batch = self.threads
-        params.flash_attn_type = 1
-        params.kv_unified = False
-        params.swa_full = True  # a sliding-window cache could not be trimmed at will
-        params.no_perf = True
-        options.apply_to_context(params)
+        params = context_params(
+            lanes=self.lanes, cells=self._cells, rows=self._capacity, threads=self.threads, options=options
+        )
         if not self.slice.is_last:
             self._tap = Tap(self.slice.tapped_tensor, self.n_embd)
             params.cb_eval = self._tap.callback
@@ -434,15 +427,4 @@ class StageEngine:
         """Frees the contexts and the model; safe to call twice."""
         if self.mtp is not None:
             self.mtp.close()
-        if self._context:
-            llama_cpp.llama_free(self._context)
-            self._context = None
-        if self._model:
-            llama_cpp.llama_model_free(self._model)
-            self._model = None
-
-    def __enter__(self) -> StageEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().close()

@@ -42,6 +42,7 @@ from llama_cpp import llama_cpp_ext
 
 from meshpipe.errors import CapacityError, EngineError, ModelError
 from meshpipe.llama import bindings
+from meshpipe.llama.context import Loaded, context_params
 from meshpipe.llama.options import EngineOptions
 from meshpipe.llama.slicing import read_slice
 from meshpipe.messages import Rows
@@ -94,7 +95,7 @@ class _Lane:
         return self.base + len(self.tokens)
 
 
-class Mtp:
+class Mtp(Loaded):
     """Drives the NextN heads of a model that llama.cpp has loaded with them.
 
     `model` is llama.cpp's pointer; `heads` how many NextN layers it has; `lanes` sequences of up to `context`
@@ -116,17 +117,14 @@ class Mtp:
         self.n_embd: int = llama_cpp.llama_model_n_embd_out(model)
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self._model = model if owned else None
-        params = llama_cpp.llama_context_default_params()
+        params = context_params(
+            lanes=lanes,
+            cells=-(-(context + MOST_DRAFTS) // 256) * 256,
+            rows=_ROWS + 1,
+            threads=threads,
+            options=options or EngineOptions(),
+        )
         params.ctx_type = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
-        params.n_ctx = lanes * (-(-(context + MOST_DRAFTS) // 256) * 256)
-        params.n_batch = params.n_ubatch = _ROWS + 1
-        params.n_seq_max = lanes
-        params.n_threads = params.n_threads_batch = threads
-        params.flash_attn_type = 1
-        params.kv_unified = False
-        params.swa_full = True  # a sliding-window cache could not be trimmed at will
-        params.no_perf = True
-        (options or EngineOptions()).apply_to_context(params)
         self._context = llama_cpp.llama_init_from_model(model, params)
         if not self._context:
             self.close()
@@ -352,21 +350,6 @@ class Mtp:
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), (self.n_vocab,))
         row = np.ctypeslib.as_array(llama_cpp_ext.llama_get_embeddings_nextn(self._context), (self.n_embd,))
         return logits, row.copy()
-
-    def close(self) -> None:
-        """Frees the context, and the model if it is owned; safe to call twice."""
-        if self._context:
-            llama_cpp.llama_free(self._context)
-            self._context = None
-        if self._model:
-            llama_cpp.llama_model_free(self._model)
-            self._model = None
-
-    def __enter__(self) -> Mtp:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def load_mtp(
