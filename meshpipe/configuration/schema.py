@@ -106,7 +106,10 @@ class Configuration:
         RESUME_DEADLINE,
     )
     queue_deadline: float = _setting(
-        "pipeline", SECONDS, "seconds that a new request waits for a pipeline that is broken", QUEUE_DEADLINE
+        "pipeline",
+        SECONDS,
+        "seconds that a new request waits for a broken pipeline for which no stage is found",
+        QUEUE_DEADLINE,
     )
     same_bits: bool = _setting(
         "pipeline",

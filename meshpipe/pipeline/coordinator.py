@@ -340,7 +340,7 @@ class Coordinator:
         except MeshpipeError as error:
             if self.way.give_up is None:
                 raise
-            if self.way.generation == checked:  # else what was found dead is gone already
+            if self.way.up and self.way.generation == checked:  # else it has been noticed already
                 self.way.give_up(str(error), 0)
         await self._wait_for_way()
 
