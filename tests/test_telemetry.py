@@ -515,6 +515,8 @@ async def test_opentelemetry_spans_and_metrics(autojump_clock: object) -> None:
         "meshpipe.request": 1, "meshpipe.session": 1, "meshpipe.window": 11, "meshpipe.wire": 33,
         "meshpipe.queue": 22, "meshpipe.compute": 22,
     }  # fmt: skip
+    (session,) = (span.attributes for span in made if span.name == "meshpipe.session")
+    assert (session["meshpipe.tokens"], session["meshpipe.prompt_tokens"]) == (11, len(PROMPT))
     by_id = {span.context.span_id: span for span in made}
     for span in made:
         if span.name == "meshpipe.compute":

@@ -148,7 +148,8 @@ class Session(Actor[SessionMessage]):
         finally:
             self._credits.close()
             self._output.channel.close()
-            self._record(Kind.SESSION, 0, self._ledger.generated, self._watch.began)
+            prompt = self._ledger.frontier - self._ledger.generated
+            self._record(Kind.SESSION, 0, self._ledger.generated, self._watch.began, prompt)
             await self._leave()
             if self._following is not None:
                 await self._following.close()
