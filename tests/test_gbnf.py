@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ def vocabulary(smollm2: Path) -> Iterator[Vocabulary]:
     vocabulary = Vocabulary(smollm2)
     yield vocabulary
     vocabulary.close()
+
+
+HERE = {"$ref": "#/$defs/n"}
+TEXT = {"type": "string"}
 
 
 def matches(vocabulary: Vocabulary, grammar: str, text: str) -> bool:
@@ -180,7 +185,14 @@ def test_references_and_tuples(vocabulary: Vocabulary) -> None:
         ({"properties": [1]}, "must be an object"),
         ({"enum": []}, "must list 1 to"),
         ({"const": float("nan")}, "is no JSON"),
-        ({"allOf": [{}, {}]}, "only one is supported"),
+        ({"allOf": [TEXT, {"type": "integer"}]}, "allOf at /: no type is that of all its schemas"),
+        ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "allOf at /: pattern differs between its schemas"),
+        ({"allOf": [{"enum": [1]}, {"const": True}]}, "allOf at /: no value is in the enum or const"),
+        ({"allOf": [{"prefixItems": [{}]}, {"items": TEXT}]}, "items of one schema beside prefixItems of another"),
+        ({"allOf": [{"type": "string"}, {"anyOf": [{}]}]}, "'type' at / is not supported"),
+        ({"allOf": [{"$ref": "#"}, {}]}, "leads to more than 50 schemas, or to itself"),
+        ({"allOf": [{}, 7]}, "allOf at / lists 7"),
+        ({"allOf": [{"properties": {"a": {}}, "required": ["a"]}, {"additionalProperties": False}]}, "names 'a'"),
         (7, "is 7: it must be an object"),
     ],
 )  # fmt: skip
@@ -212,10 +224,6 @@ def nested(*branches: Any) -> dict[str, Any]:
 
 def record(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties)}
-
-
-HERE = {"$ref": "#/$defs/n"}
-TEXT = {"type": "string"}
 
 
 @pytest.mark.parametrize(
@@ -342,6 +350,64 @@ def value_of(schema: dict[str, Any], dice: random.Random) -> Any:
     if "additionalProperties" in schema:
         return {name: value_of(schema["additionalProperties"], dice) for name in dice.sample("abc", 1)}
     return example(schema, dice)
+
+
+parts = st.builds(
+    lambda properties, required, more: {
+        "type": "object", "properties": properties, "required": sorted(required & set(properties)), **more
+    },
+    st.dictionaries(keys, st.sampled_from(
+        [TEXT, {"type": "integer", "minimum": 3}, {"type": "number", "maximum": 5}, {"type": ["integer", "null"]},
+         {"const": 4}, {"enum": ["x", 4, None]}, {}, {"type": "string", "maxLength": 1}, record(c=TEXT)]
+    )),
+    st.sets(keys),
+    st.sampled_from([{}, {}, {"additionalProperties": False}, {"additionalProperties": TEXT},
+                     {"additionalProperties": {"type": "integer"}}]),
+)  # fmt: skip
+
+
+@settings(max_examples=40)
+@given(st.lists(parts, min_size=1, max_size=2), parts, st.booleans())
+def test_all_of_several_is_what_each_allows(
+    vocabulary: Vocabulary, inner: list[dict[str, Any]], beside: dict[str, Any], refers: bool
+) -> None:
+    one = {"$ref": "#/$defs/one"} if refers else inner[0]
+    schema = {**beside, "allOf": [one, *inner[1:]], "$defs": {"one": inner[0]}, "title": "t"}
+    if not any(part["properties"] for part in (beside, *inner)):
+        return
+    try:
+        grammar = json_schema(schema)
+    except UsageError as error:
+        assert re.search("no type|no value|which is no property|not supported", str(error))  # noqa: PT017
+        return
+    validator = jsonschema.Draft202012Validator(schema)
+    names = list(dict.fromkeys(name for part in (beside, *inner) for name in part["properties"]))
+    for values in product(*[("x", "xy", 4, 2, 9, None, {"c": "d"}, ...)] * len(names)):
+        value = {name: given for name, given in zip(names, values, strict=True) if given is not ...}
+        text = json.dumps(value, separators=(",", ":"))
+        if any(given == {"c": "d"} for given in value.values()) and value != {names[0]: {"c": "d"}}:
+            continue
+        assert matches(vocabulary, grammar, text) == validator.is_valid(value), (schema, value)
+
+
+def test_a_model_that_inherits(vocabulary: Vocabulary) -> None:
+    """As generators of OpenAPI write it; the whole may be inside itself."""
+    animal = record(name={"allOf": [TEXT, {"minLength": 2}], "description": "d"})
+    cat = {
+        "allOf": [{"$ref": "#/$defs/animal"}, {"properties": {"kind": {"const": "cat"}, "kittens": {
+            "type": "array", "items": {"$ref": "#/$defs/cat", "required": ["kind"]}}}, "required": ["kind"]}],
+    }  # fmt: skip
+    dog = {"$ref": "#/$defs/animal", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]}
+    schema = {
+        "$defs": {"animal": animal, "cat": cat},
+        "oneOf": [{"$ref": "#/$defs/cat"}, {"allOf": [dog]}, {"type": "null"}],
+    }
+    grammar = json_schema(schema)
+    assert matches(vocabulary, grammar, '{"name":"Tom","kind":"cat","kittens":[{"name":"Jo","kind":"cat"}]}')
+    assert not matches(
+        vocabulary, grammar, '{"name":"Tom","kind":"cat","kittens":[{"name":"J","kind":"cat"}]}'
+    )
+    assert not matches(vocabulary, grammar, '{"kind":"cat"}')
 
 
 def test_tool_calls(vocabulary: Vocabulary) -> None:

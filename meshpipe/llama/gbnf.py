@@ -18,6 +18,7 @@ from typing import Any
 
 from meshpipe.errors import UsageError
 from meshpipe.llama import automata, bounds, patterns
+from meshpipe.llama.intersection import intersection
 from meshpipe.llama.rules import BASE, Rules, literal
 from meshpipe.llama.shapes import Listed, Loop, Row, Shape, Text, resolved
 from meshpipe.llama.ways import read
@@ -117,6 +118,9 @@ class _Walk:
         self._nodes = dict(_GIVEN)
         self._places: dict[str, str] = {}  # of nodes that name others: keyword and path
         self._known: dict[tuple[int, str], str] = {}  # nodes of references, by root and path
+        self._joins: dict[
+            int, tuple[str, Any]
+        ] = {}  # nodes of `allOf`, by the schema's id; it is kept, so as to stay that
         self._patterns: dict[tuple[str, int, int | None], str] = {}
 
     def node(self, place: str, *parts: Shape | str) -> str:
@@ -155,11 +159,15 @@ class _Walk:
         if not isinstance(schema, Mapping):
             raise UsageError(f"the schema at {path or '/'} is {_brief(schema)}: it must be an object")
         words = {word for word in schema if word not in _SILENT}
-        for word, kind in (("$ref", self._reference), ("const", self._const), ("enum", self._enum)):
+        if "allOf" in words or ("$ref" in words and not self._only_refers(schema, words)):
+            return self._intersection(schema, words, path, depth)
+        if "$ref" in words:
+            return self._reference(schema, path, depth)
+        for word, kind in (("const", self._const), ("enum", self._enum)):
             if word in words:
                 _only(schema, words, {word, "type"}, path)
                 return kind(schema, path, depth)
-        for word in ("anyOf", "oneOf", "allOf"):
+        for word in ("anyOf", "oneOf"):
             if word in words:
                 _only(schema, words, {word}, path)
                 return self._union(word, schema[word], path, depth)
@@ -187,18 +195,22 @@ class _Walk:
 
     def _reference(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
         target = schema["$ref"]
+        found, key = self._target(target, path), (id(self.root), target)
+        if key not in self._known:
+            name = self._known[key] = self.node(f"$ref at {path or '/'}")
+            self._nodes[name].append(self.visit(found, target, depth + 1))
+        return self._known[key]
+
+    def _target(self, target: Any, path: str) -> Any:
+        """What a reference names."""
         if not isinstance(target, str) or not (target == "#" or target.startswith("#/")):
             raise UsageError(
                 f"$ref at {path or '/'} is {_brief(target)}: only references into the schema, #/…"
             )
-        key = (id(self.root), target)
-        if key not in self._known:
-            found = _found(self.root, target)
-            if found is None:
-                raise UsageError(f"$ref at {path or '/'}: there is no {_brief(target)} in the schema")
-            name = self._known[key] = self.node(f"$ref at {path or '/'}")
-            self._nodes[name].append(self.visit(found, target, depth + 1))
-        return self._known[key]
+        found = _found(self.root, target)
+        if found is None:
+            raise UsageError(f"$ref at {path or '/'}: there is no {_brief(target)} in the schema")
+        return found
 
     def _const(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
         return self._values(schema, "const", [schema["const"]], path)
@@ -221,12 +233,11 @@ class _Walk:
     def _union(self, word: str, schemas: Any, path: str, depth: int) -> str:
         if not isinstance(schemas, list) or not schemas:
             raise UsageError(f"{word} at {path or '/'} must list schemas")
-        if word == "allOf" and len(schemas) > 1:
-            raise UsageError(f"allOf at {path or '/'} has {len(schemas)} schemas; only one is supported")
         if word == "oneOf":
             if len(schemas) > MAX_BRANCHES:
                 raise UsageError(f"oneOf at {path or '/'} lists more than {MAX_BRANCHES} schemas")
-            for (first, one), (second, other) in combinations(enumerate(schemas), 2):
+            whole = [self._whole(schema, path) for schema in schemas]
+            for (first, one), (second, other) in combinations(enumerate(whole), 2):
                 if not self._apart(one, other):
                     raise UsageError(
                         f"oneOf at {path or '/'}: a value may fit both schema {first} and schema {second}, as far as "
@@ -237,9 +248,50 @@ class _Walk:
             *(self.visit(one, f"{path}/{word}/{index}", depth + 1) for index, one in enumerate(schemas)),
         )
 
-    def _apart(self, one: Any, other: Any) -> bool:
+    def _intersection(self, schema: Mapping[str, Any], words: set[str], path: str, depth: int) -> str:
+        """The schemas of `allOf` or the one that `$ref` names, and what stands beside."""
+        schemas = schema.get("allOf")
+        if words == {"allOf"} and isinstance(schemas, list) and len(schemas) == 1:
+            return self.visit(schemas[0], f"{path}/allOf/0", depth + 1)
+        if id(schema) not in self._joins:
+            name = self.node(f"allOf at {path or '/'}")
+            self._joins[id(schema)] = name, schema
+            self._nodes[name].append(self.visit(self._joined(schema, path), path, depth + 1))
+        return self._joins[id(schema)][0]
+
+    def _only_refers(self, schema: Mapping[str, Any], words: set[str]) -> bool:
+        """Whether nothing stands beside `$ref`, or only the type that is said there anyway."""
+        return words == {"$ref"} or (
+            words == {"$ref", "type"} and self._resolved(schema).get("type") == schema["type"]
+        )
+
+    def _joined(self, schema: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """A schema with `allOf` or something beside `$ref` as one without."""
+        plain: list[Mapping[str, Any]] = []
+        left: list[tuple[Any, int]] = [(schema, 0)]
+        while left:
+            one, depth = left.pop()
+            if depth > MAX_DEPTH or len(plain) > MAX_BRANCHES:
+                raise UsageError(
+                    f"allOf at {path or '/'} leads to more than {MAX_BRANCHES} schemas, or to itself"
+                )
+            if one is True:
+                continue
+            if not isinstance(one, Mapping):
+                raise UsageError(f"allOf at {path or '/'} lists {_brief(one)}: it must list schemas")
+            own = {word: value for word, value in one.items() if word not in _SILENT}
+            inner = own.pop("allOf", [])
+            if not isinstance(inner, list) or ("allOf" in one and not inner):
+                raise UsageError(f"allOf at {path or '/'} must list schemas")
+            left += [(each, depth + 1) for each in reversed(inner)]
+            if "$ref" in own:
+                left.append((self._target(own.pop("$ref"), path), depth + 1))
+            plain.append(own)
+        with _at("allOf", path):
+            return intersection(plain)
+
+    def _apart(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         """Whether no value fits both, by their types, their listed values, or those of a required property."""
-        one, other = self._resolved(one), self._resolved(other)
         mine, theirs = _listed(one), _listed(other)
         if mine is not None and theirs is not None:
             return _disjoint(mine, theirs)
@@ -263,6 +315,11 @@ class _Walk:
                 break
             schema = _found(self.root, schema["$ref"])
         return schema if isinstance(schema, Mapping) else {}
+
+    def _whole(self, schema: Any, path: str) -> Mapping[str, Any]:
+        """The same with the schemas of `allOf` as one."""
+        schema = self._resolved(schema)
+        return self._joined(schema, path) if "allOf" in schema else schema
 
     def _object(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
         properties, required = schema.get("properties", {}), schema.get("required", [])

@@ -11,9 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from attrs import evolve, frozen
 
+from meshpipe.errors import UsageError
+
 KINDS = ("object", "array", "string", "number", "boolean", "null")
 """What the first character of a value tells apart."""
-_ROUNDS = 64
+MAX_SIZE = 30_000
+"""Members of the shapes of all nodes together."""
+_ROUNDS = 32
 
 
 @frozen
@@ -108,9 +112,17 @@ def resolved(
     """Nodes by what they are made of, equal ones as one, and the name that each node goes by.
 
     `given` has for each node its shapes and the names of nodes whose shapes are its own too. A node that only names
-    itself has none.
+    itself has none. Raises UsageError if there is too much of them.
     """
-    flat = {name: _joined(_flat(given, name)) for name in given}
+    flat: dict[str, frozenset[Shape]] = {}
+    size = 0
+    for name in given:
+        flat[name] = _joined(_flat(given, name))
+        size += sum(1 + (len(shape.nodes()) if isinstance(shape, (Row, Loop)) else 0) for shape in flat[name])
+        if size > MAX_SIZE:
+            raise UsageError(
+                f"the schema is too large: its unions have more than {MAX_SIZE} members, written out"
+            )
     names = _equals(flat)
     return {
         name: frozenset(_renamed(shape, names) for shape in flat[name]) for name in set(names.values())

@@ -12,14 +12,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from attrs import define
+
 from meshpipe.errors import UsageError
 from meshpipe.llama.shapes import KINDS, Container, Listed, Loop, Nodes, Row, Text, containers, kinds, union
 
 MAX_WAYS = 100
 MAX_NESTING = 32
 """Brackets within brackets up to which ways are counted."""
-_MAX_STATES = 1000
-_MAX_MOVES = 1000
+_MAX_RULES, _MAX_MOVES = 400, 4000
+"""Moves between states that one union may have if they are to be rules, and if they are to be counted."""
+_MAX_LOOKS = 200_000
+"""Members that are looked at, over all unions: a second, about."""
 
 State = frozenset[Container]
 """What is left of containers whose members have been the same so far: one way."""
@@ -32,7 +36,7 @@ Value = tuple[str, str]
 def next_moves(state: State, nodes: Nodes) -> dict[str | None, list[Move]]:
     """The members that may come next, by name."""
     by_name: dict[str | None, dict[str, set[Container]]] = defaultdict(lambda: defaultdict(set))
-    for container in sorted(state, key=repr):
+    for container in state:
         for name, node, rest in container.moves():
             by_name[name][node].add(rest)
     return {name: _grouped(leads, nodes) for name, leads in by_name.items()}
@@ -50,34 +54,33 @@ def _grouped(leads: Mapping[str, set[Container]], nodes: Nodes) -> list[Move]:
     return found + [(tuple(sorted(together)), to) for to, together in plain.items()]
 
 
-def read(nodes: Nodes, roots: Iterable[str], places: Mapping[str, str], *, merge: bool = True) -> set[Value]:
-    """The nodes and kinds of which the containers are to be read as one: where there are several, and if `merge`.
+Sum = tuple[int, tuple[Value, ...]]
+"""Values that may be read at the same time, each in its ways, and so many ways beside them."""
+
+
+def read(nodes: Nodes, roots: Iterable[str], places: Mapping[str, str]) -> set[Value]:
+    """The nodes and kinds of which the containers, where there are several, are to be read as one.
 
     Raises UsageError if a text can be read in too many ways; `places` says where in the schema a node stands.
     """
-    known: dict[str, set[str]] = {node: set().union(*map(kinds, shapes)) for node, shapes in nodes.items()}
+    reader = _Reader(nodes, {node: set().union(*map(kinds, shapes)) for node, shapes in nodes.items()})
     starts: dict[Value, int] = {}
     sums: dict[Value, set[Sum]] = {}
     merged: set[Value] = set()
-    for node, shapes in nodes.items():
-        for kind in known[node]:
-            value, found = (node, kind), containers(shapes, kind)
+    for value in [(node, kind) for node in nodes for kind in reader.kinds[node]]:
+        found = containers(nodes[value[0]], value[1])
+        together = reader.sums([frozenset(found)], _MAX_RULES) if len(found) > 1 else None
+        if together is not None:
+            merged.add(value)
+            starts[value], sums[value] = 1, together
+        else:
+            apart = reader.sums([frozenset([one]) for one in found], _MAX_MOVES)
             starts[value] = len(found)
-            together = _sums([frozenset(found)], nodes, known) if merge and len(found) > 1 else None
-            if together is not None:
-                merged.add(value)
-                starts[value], sums[value] = 1, together
-            else:
-                apart = _sums([frozenset([one]) for one in found], nodes, known)
-                sums[value] = apart if apart is not None else _all_at_once(found, known)
+            sums[value] = apart if apart is not None else reader.all_at_once(found)
     counts = _counts(nodes, starts, sums)
     if any(counts.get((node, kind), 0) > MAX_WAYS for node in roots for kind in KINDS):
         raise UsageError(_refusal(nodes, sums, counts, places))
     return merged
-
-
-Sum = tuple[int, tuple[Value, ...]]
-"""Values that may be read at the same time, each in its ways, and so many ways beside them."""
 
 
 def _refusal(
@@ -97,43 +100,56 @@ def _refusal(
     )
 
 
-def _all_at_once(found: Iterable[Container], known: Mapping[str, set[str]]) -> set[Sum]:
-    """Whatever containers have inside, as if it could be read at the same time."""
-    return {(0, tuple(value for one in found for value in sorted(_values(one.nodes(), known))))}
+@define
+class _Reader:
+    """Finds out what may be read at the same time. `kinds` are those of each node's values."""
 
+    nodes: Nodes
+    kinds: Mapping[str, set[str]]
+    _looks: int = 0
 
-def _sums(starts: Sequence[State], nodes: Nodes, known: Mapping[str, set[str]]) -> set[Sum] | None:
-    """What may be read at the same time inside of containers; None if there is too much to look at."""
-    sums: set[Sum] = set()
-    start = frozenset(starts)
-    seen, left = {start}, [start]
-    looked = 0
-    while left:
-        states = left.pop()
-        if len(states) == 1 and len(alone := next(iter(states))) == 1:
-            (container,) = alone
-            sums |= {(0, (value,)) for value in _values(container.nodes(), known)}
-            continue
-        moves: dict[str | None, list[Move]] = defaultdict(list)
-        for state in states:
-            for name, led in next_moves(state, nodes).items():
-                moves[name] += led
-                looked += len(led)
-        if looked > _MAX_MOVES or len(seen) > _MAX_STATES:
-            return None
-        for name, led in moves.items():
-            for kind in KINDS:
-                fits = [
-                    (together, to)
-                    for together, to in (led if name is None else led + moves.get(None, []))
-                    if any(kind in known[node] for node in together)
-                ]
-                if fits:
-                    sums.add(_sum([together for together, _ in fits], kind, nodes))
-                    fresh = _after(fits, kind, nodes) - seen
-                    seen |= fresh
-                    left += fresh
-    return sums
+    def sums(self, starts: Sequence[State], most: int) -> set[Sum] | None:
+        """What may be read at the same time inside of containers; None if they have more moves than `most`."""
+        found: set[Sum] = set()
+        start = frozenset(starts)
+        seen, left = {start}, [start]
+        count = 0
+        while left:
+            states = left.pop()
+            if len(states) == 1 and len(alone := next(iter(states))) == 1:
+                (container,) = alone
+                found |= {(0, (value,)) for value in self._values(container)}
+                continue
+            self._looks += sum(1 + len(container.nodes()) for state in states for container in state)
+            if self._looks > _MAX_LOOKS:
+                return None
+            moves: dict[str | None, list[Move]] = defaultdict(list)
+            for state in states:
+                for name, led in next_moves(state, self.nodes).items():
+                    moves[name] += led
+                    count += len(led)
+            if count + len(seen) > most:
+                return None
+            for name, led in moves.items():
+                for kind in KINDS:
+                    fits = [
+                        (together, to)
+                        for together, to in (led if name is None else led + moves.get(None, []))
+                        if any(kind in self.kinds[node] for node in together)
+                    ]
+                    if fits:
+                        found.add(_sum([together for together, _ in fits], kind, self.nodes))
+                        fresh = _after(fits, kind, self.nodes) - seen
+                        seen |= fresh
+                        left += fresh
+        return found
+
+    def all_at_once(self, found: Iterable[Container]) -> set[Sum]:
+        """Whatever containers have inside, as if it could be read at the same time."""
+        return {(0, tuple(value for container in found for value in sorted(self._values(container))))}
+
+    def _values(self, container: Container) -> set[Value]:
+        return {(node, kind) for node in container.nodes() for kind in self.kinds[node]}
 
 
 def _sum(alive: Sequence[tuple[str, ...]], kind: str, nodes: Nodes) -> Sum:
@@ -154,10 +170,6 @@ def _after(fits: Sequence[Move], kind: str, nodes: Nodes) -> set[frozenset[State
             elif shape.kind == kind:
                 any_text.add(to)
     return {frozenset(states | any_text) for states in (*texts.values(), any_text)} - {frozenset()}
-
-
-def _values(inner: Iterable[str], known: Mapping[str, set[str]]) -> set[Value]:
-    return {(node, kind) for node in inner for kind in known[node]}
 
 
 def _counts(nodes: Nodes, starts: Mapping[Value, int], sums: Mapping[Value, set[Sum]]) -> dict[Value, int]:

@@ -158,8 +158,11 @@ class Writer:
 
     def _state(self, state: State) -> str:
         found = []
-        for name, moves in next_moves(state, self._nodes).items():
-            values = [f"{self._value(together)} ws {self._after(to)}" for together, to in moves]
+        for name, moves in sorted(next_moves(state, self._nodes).items(), key=lambda move: move[0] or ""):
+            values = [
+                f"{self._value(together)} ws {self._after(to)}"
+                for together, to in sorted(moves, key=lambda move: move[0])
+            ]
             value = values[0] if len(values) == 1 else f"({' | '.join(values)})"
             found.append(self._named(next(iter(state)).kind, name) + value)
         return " | ".join(found)
