@@ -15,7 +15,7 @@ from meshpipe.llama.draft import Drafted, DraftEngine
 from meshpipe.messages import Rows, Sampling, StageDescriptor
 from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.pipeline.local import join_stages
-from meshpipe.pipeline.runner import Drafter, SimulatedRunner
+from meshpipe.pipeline.runner import Guesser, SimulatedRunner
 from meshpipe.pipeline.sink import ReturnSink
 from meshpipe.pipeline.stage import Stage
 from meshpipe.pipeline.tracing import Tracer
@@ -73,7 +73,7 @@ def serial(target: Target, prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def guesser(target: Target, right: float, sure: float = 0.5) -> Drafter:
+def guesser(target: Target, right: float, sure: float = 0.5) -> Guesser:
     """Native MTP that is right with that probability at each token, and always as sure of it."""
 
     def draft(tokens: Sequence[int], count: int) -> list[tuple[int, float]]:
@@ -201,7 +201,7 @@ async def simulated(
     cost: tuple[tuple[int, float], ...] = COST,
     jitter: float = 0.0,
     vocabulary: FakeVocabulary | None = None,
-    drafter: Drafter | None = None,
+    drafter: Guesser | None = None,
     draft_cost: float = 0.004,
     small: SimulatedDrafter | None = None,
     nextn: SimulatedNextn | None = None,

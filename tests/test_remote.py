@@ -20,7 +20,7 @@ from meshpipe.errors import HandshakeError, StageLostError, UsageError
 from meshpipe.messages import StageDescriptor
 from meshpipe.pipeline.host import StageHost
 from meshpipe.pipeline.remote import open_remote
-from meshpipe.pipeline.runner import Drafter, SimulatedRunner
+from meshpipe.pipeline.runner import Guesser, SimulatedRunner
 from meshpipe.topology.layout import read_topology
 from meshpipe.wire import OPEN, Address, Security, listen, local_address
 
@@ -45,7 +45,7 @@ class Mesh:
 
 @asynccontextmanager
 async def mesh(
-    stages: int, security: Security = OPEN, lanes: int = 4, drafter: Drafter | None = None, **changes: Any
+    stages: int, security: Security = OPEN, lanes: int = 4, drafter: Guesser | None = None, **changes: Any
 ) -> AsyncIterator[Mesh]:
     hosts, places, scopes = [], [], []
     async with trio.open_nursery() as nursery:

@@ -167,7 +167,10 @@ class Configuration:
     op_offload: bool | None = _engine("op_offload", Switch(), "let the GPU compute for layers in main memory")
     batch: int = _engine_integer("batch", "most rows of a decode where exactness is not asked for")
     memory_limit: float | None = _engine(
-        "memory_limit", Number(0), "main memory that a stage may take, in GiB", "what is there"
+        "memory_limit",
+        Number(0),
+        "main memory that a stage may take, in GiB",
+        "what is there; weights that are mapped may exceed it",
     )
     repack: bool = _engine("repack", Switch(), "CPU weight repacking, after a trial in a child process")
 

@@ -272,7 +272,7 @@ class LlamaRunner:
         return Picks(tokens, tuple(map(sampler.logprobs, logits, tokens)) if sampler.says_logprobs else ())
 
 
-Drafter = Callable[[Sequence[int], int], Sequence[tuple[int, float]]]
+Guesser = Callable[[Sequence[int], int], Sequence[tuple[int, float]]]
 """Gives at most so many (token, probability) that it expects to follow the tokens."""
 
 
@@ -288,7 +288,7 @@ class SimulatedRunner:
         self,
         descriptor: StageDescriptor,
         target: Callable[[Sequence[int]], int],
-        drafter: Drafter | None = None,
+        drafter: Guesser | None = None,
     ) -> None:
         self.descriptor = descriptor
         self._drafter = drafter
