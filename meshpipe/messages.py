@@ -53,6 +53,9 @@ class OpenSession:
     `hidden_from`: the last stage sends the hidden rows of confirmed positions from there on with its Reply and
     Progress messages (for a proposer at the coordinator); None: it sends none.
     `prompt`: the number of tokens that were given; what comes after them is generated, and bound by the grammar.
+    `alike` is a digest of what all stages of the route compute like: a stage that held this session on this lane
+    before, on a route with the same, runs nothing again that its cache still holds. b"": it runs everything.
+    `held`: of each stage that the message has passed, the positions that it need not run again, as far as it knows.
     """
 
     session: int
@@ -63,13 +66,16 @@ class OpenSession:
     mtp: bool = False
     hidden_from: int | None = None
     prompt: int = 0
+    alike: bytes = b""
+    held: tuple[int, ...] = ()
 
 
 @frozen
 class SessionOpened:
-    """The last stage's word that every stage has admitted the session."""
+    """The last stage's word that every stage has admitted the session; `held` as in OpenSession, of all stages."""
 
     session: int
+    held: tuple[int, ...] = ()
 
 
 @frozen
@@ -345,7 +351,7 @@ class StageDescriptor:
     vocabulary: str = ""
 
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Rises with every change to the frames or messages that an older peer would misread."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import trio
 from attrs import evolve
 
@@ -15,7 +16,7 @@ from meshpipe.llama.draft import Drafted, DraftEngine
 from meshpipe.messages import Rows, Sampling, StageDescriptor
 from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.pipeline.local import join_stages
-from meshpipe.pipeline.runner import Guesser, SimulatedRunner
+from meshpipe.pipeline.runner import Guesser, Job, Picks, Result, SimulatedRunner
 from meshpipe.pipeline.sink import ReturnSink
 from meshpipe.pipeline.stage import Stage
 from meshpipe.pipeline.tracing import Tracer
@@ -87,6 +88,30 @@ def guesser(target: Target, right: float, sure: float = 0.5) -> Guesser:
         return drafts
 
     return draft
+
+
+def row_of(tokens: Sequence[int], stage: int) -> Rows:
+    """What leaves a stage for the last of these tokens: depends on where it is, and on many of those before it."""
+    said = np.asarray((stage, len(tokens), *tokens[-48:]), np.int32)
+    digest = hashlib.blake2b(said.tobytes(), digest_size=8).digest()
+    return np.frombuffer(digest, np.uint8).astype(np.float32)
+
+
+class CheckedRunner(SimulatedRunner):
+    """One whose rows are `row_of`, and which fails the test if it is sent others than the stage before it made."""
+
+    async def run(self, jobs: Sequence[Job]) -> list[Result]:
+        results = await super().run(jobs)
+        (stage, _), lines = self.descriptor.layers, [job.tokens for job in jobs]
+        for place, (job, line) in enumerate(zip(jobs, lines, strict=True)):
+            positions = range(job.window.start + 1, job.window.stop + 1)
+            if stage > 0:
+                assert job.window.rows is not None
+                came = [row_of(line[:position], stage - 1) for position in positions]
+                assert np.array_equal(job.window.rows, came)
+            if not isinstance(results[place], Picks):
+                results[place] = np.array([row_of(line[:position], stage) for position in positions])
+        return results
 
 
 class SimulatedDrafter(DraftEngine):

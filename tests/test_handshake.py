@@ -15,7 +15,7 @@ from trio.testing import MockClock
 from wires import COLUMNS, DESCRIPTOR, HERE, tls, window
 
 from meshpipe.errors import HandshakeError, ProtocolError, StageLostError, UsageError
-from meshpipe.messages import Challenge, Hello, Proof, Refusal, Welcome
+from meshpipe.messages import PROTOCOL_VERSION, Challenge, Hello, Proof, Refusal, Welcome
 from meshpipe.wire import (
     OPEN,
     Address,
@@ -204,7 +204,7 @@ async def converse(hello: Hello | None, key: bytes | None = None) -> str:
 
 async def test_versions_roles_and_first_words_are_checked() -> None:
     assert (await converse(evolve(HELLO, protocol=7))).startswith(
-        "protocol version: the caller has 7, this side 4"
+        f"protocol version: the caller has 7, this side {PROTOCOL_VERSION}"
     )
     assert (await converse(evolve(HELLO, role="king"))).startswith(
         "role: the caller has 'king', this side knows data,"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import trio
-from simulated import VOCABULARY, FakeVocabulary, mixed, serial
+from simulated import VOCABULARY, CheckedRunner, FakeVocabulary, mixed, serial
 from wires import tls
 
 from meshpipe import Coordinator, Speculation, StagePlace, Topology
@@ -20,7 +20,7 @@ from meshpipe.errors import HandshakeError, StageLostError, UsageError
 from meshpipe.messages import StageDescriptor
 from meshpipe.pipeline.host import StageHost
 from meshpipe.pipeline.remote import open_remote
-from meshpipe.pipeline.runner import Guesser, SimulatedRunner
+from meshpipe.pipeline.runner import Guesser
 from meshpipe.topology.layout import read_topology
 from meshpipe.wire import OPEN, Address, Security, listen, local_address
 
@@ -55,7 +55,7 @@ async def mesh(
                 "n_vocab": VOCABULARY, "lanes": lanes, "context": 2048, "cost": QUICK,
                 "instance": secrets.token_hex(4),
             } | (changes if index == stages - 1 else {})  # fmt: skip
-            host = StageHost(SimulatedRunner(StageDescriptor(**described), mixed, drafter), security)
+            host = StageHost(CheckedRunner(StageDescriptor(**described), mixed, drafter), security)
             listeners = await listen(Address("127.0.0.1", 0), security)
             scope = trio.CancelScope()
 

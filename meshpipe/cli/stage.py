@@ -56,6 +56,7 @@ def run(options: argparse.Namespace) -> int:
     start, stop = parse_layers(found.layers)
     address = Address.parse(found.listen)
     security = found.security()
+    keep = int(found.keep_rows * 2**20)
     host = partial(
         StageHost,
         security=security,
@@ -64,10 +65,11 @@ def run(options: argparse.Namespace) -> int:
         heartbeat=found.links_heartbeat(),
         connect_deadline=found.connect_deadline,
         lock=found.topology_lock(),
+        keep=keep,
     )
     with nullcontext() if options.json else bars():
         path = slice_model(found.model, start, stop, mtp=found.mtp)
-        engine = StageEngine(path, probe=True, **found.stage_engine())
+        engine = StageEngine(path, probe=True, keep=keep, **found.stage_engine())
     with engine:
         trio.run(partial(_serve, host, LlamaRunner(engine), address, found, options))
     return 0

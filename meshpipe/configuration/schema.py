@@ -23,6 +23,7 @@ from meshpipe.messages import Sampling
 from meshpipe.pipeline.children import READY_DEADLINE
 from meshpipe.pipeline.coordinator import QUEUE_DEADLINE, RESUME_DEADLINE, STALL_DEADLINE
 from meshpipe.pipeline.fallback import LocalFallback
+from meshpipe.pipeline.kept import KEEP_ROWS
 from meshpipe.speculation.ngram import KINDS, LIMITS, NgramConfig
 from meshpipe.speculation.policy import DEPTHS, WIDTHS
 from meshpipe.speculation.settings import MODES, MTP_AT, MTP_MAX, MTP_TAIL, THREADS, Speculation
@@ -262,6 +263,12 @@ class Configuration:
     insecure: bool = _setting("stage", Switch(), "listen to strangers with neither TLS nor a key", False)
     drain_seconds: float = _setting(
         "stage", Number(0, 1e6), "after SIGTERM, seconds for the sessions that are open", 30.0
+    )
+    keep_rows: float = _setting(
+        "stage",
+        Number(0, 1e6),
+        "MiB for activations that were sent on: when another stage is lost, this one need not compute them again",
+        float(KEEP_ROWS),
     )
     conditions: str | None = _setting(
         "stage", Text("LIST", "delay=0.1,jitter=0.01"), "suffered by what is sent on, for experiments"

@@ -60,7 +60,8 @@ class StageEngine(Loaded):
     `lanes` sequences of up to `context` tokens each. `probe` times decodes of 1 to 63 rows and checks whether
     grouping changes bits; without it `cost` is empty and the class is the one that the CPU backend was seen to
     need. `mtp`: a last stage whose file holds NextN layers drafts with them, by its `mtp`; without, or for other
-    stages, that is None and costs nothing. Raises ModelError (file), CapacityError (does not fit), UsageError
+    stages, that is None and costs nothing. `keep`: bytes that whoever uses it takes for rows that it has given, for
+    which there must be memory too. Raises ModelError (file), CapacityError (does not fit), UsageError
     (arguments).
     """
 
@@ -74,6 +75,7 @@ class StageEngine(Loaded):
         exact: bool = True,
         probe: bool = False,
         mtp: bool = False,
+        keep: int = 0,
         options: EngineOptions | None = None,
     ) -> None:
         options = options or EngineOptions()
@@ -104,6 +106,7 @@ class StageEngine(Loaded):
             cells=self._cells,
             keys=options.cache_type_k,
             values=options.cache_type_v,
+            keep=0 if self.slice.is_last else keep,
         )
         layers = f"layers {self.slice.start}:{self.slice.stop}"
         what = f"a stage of {layers} with {counted(lanes, 'lane')} × {context} tokens"

@@ -1,4 +1,4 @@
-"""Whether what a stage keeps in main memory fits it: its weights, and a cache for every lane."""
+"""Whether what a stage keeps in main memory fits it: its weights, a cache for every lane, rows that it has sent."""
 
 from __future__ import annotations
 
@@ -25,19 +25,30 @@ _ELEMENT = {
 
 @frozen
 class Need:
-    """Bytes that a stage keeps: what its file takes on the disk, and the caches of all lanes."""
+    """Bytes that a stage keeps: what its file takes on the disk, the caches of all lanes, rows that it has sent."""
 
     weights: int
     cache: int
+    rows: int = 0
 
     @property
     def total(self) -> int:
-        """Both."""
-        return self.weights + self.cache
+        """All of them."""
+        return self.weights + self.cache + self.rows
 
 
-def need(path: Path, *, lanes: int, cells: int, keys: str = "f16", values: str = "f16") -> Need:
-    """What a stage of this file takes with so many lanes of `cells` positions, and these types of cache."""
+def kept_positions(lanes: int, context: int, n_embd: int, budget: int) -> int:
+    """Positions of each lane whose rows (float32) a budget in bytes has room for."""
+    return min(context, budget // (4 * lanes * n_embd))
+
+
+def need(
+    path: Path, *, lanes: int, cells: int, keys: str = "f16", values: str = "f16", keep: int = 0
+) -> Need:
+    """What a stage of this file takes with so many lanes of `cells` positions, and these types of cache.
+
+    `keep`: bytes that it may take for rows that it has sent.
+    """
     header = read_header(path)
     elements = [
         architectures.cache_elements(header, layer) for layer in range(architectures.trunk_layers(header))
@@ -45,19 +56,22 @@ def need(path: Path, *, lanes: int, cells: int, keys: str = "f16", values: str =
     position = sum(k * _ELEMENT[keys] + v * _ELEMENT[values] for k, v in elements)
     files = {tensor.path for tensor in header.tensors.values()}
     stored = sum(min(_stored(file), file.stat().st_size) for file in files)
-    return Need(stored, int(lanes * cells * position))
+    n_embd = header.integer(".embedding_length")
+    rows = 4 * n_embd * lanes * kept_positions(lanes, cells, n_embd, keep)
+    return Need(stored, int(lanes * cells * position), rows)
 
 
 def check_fits(need: Need, budget: int | None, what: str, *, evictable: bool) -> None:
     """Raises CapacityError if `what` needs more than the budget in bytes (None: nothing is known).
 
-    `evictable`: its weights are pages of a file, which the system may let go and read again. Then only the caches
-    have to fit; weights beside them that do not are slow, and a warning in the log.
+    `evictable`: its weights are pages of a file, which the system may let go and read again. Then only the rest
+    has to fit; weights beside it that do not are slow, and a warning in the log.
     """
     if budget is None or need.total <= budget:
         return
-    said = f"{what} needs {_gib(need.weights)} for weights and {_gib(need.cache)} for caches"
-    if evictable and need.cache <= budget:
+    rows = f" and {_gib(need.rows)} for rows that are kept (keep_rows)" if need.rows else ""
+    said = f"{what} needs {_gib(need.weights)} for weights and {_gib(need.cache)} for caches{rows}"
+    if evictable and need.cache + need.rows <= budget:
         log.warning(
             "%s, and %s of memory are there: what does not fit is read from the disk for every token, which is slow; "
             "fewer layers, lanes or less context would fit",

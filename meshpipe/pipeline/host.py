@@ -34,6 +34,7 @@ from meshpipe.messages import (
     Welcome,
     Window,
 )
+from meshpipe.pipeline.kept import KEEP_ROWS
 from meshpipe.pipeline.route import UPWARD, Inlet, Nothing, Route, RouteLost, Sender, stage_mailbox
 from meshpipe.pipeline.runner import Runner
 from meshpipe.pipeline.stage import Stage
@@ -118,7 +119,8 @@ class StageHost:
 
     `conditions` are suffered by what this stage sends to other hosts (for experiments on one machine);
     `conditions_upward` by what it sends up its link. `connect_deadline`: seconds to reach the next stage.
-    `lock`: what this stage and the next have to be. Raises CapacityError for a stage whose windows no frame can carry.
+    `lock`: what this stage and the next have to be. `keep`: bytes of rows that the stage may keep (`KeptRows`).
+    Raises CapacityError for a stage whose windows no frame can carry.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class StageHost:
         heartbeat: Heartbeat = HEARTBEAT,
         connect_deadline: float = WARM_UP,
         lock: Lock | None = None,
+        keep: int = KEEP_ROWS << 20,
     ) -> None:
         _check_frames(runner.descriptor)
         self.runner = runner
@@ -142,7 +145,7 @@ class StageHost:
         self.lock = lock
         self.draining = False
         self._mailbox = stage_mailbox(_send_room(runner.descriptor))
-        self.stage = Stage(self._mailbox, runner)
+        self.stage = Stage(self._mailbox, runner, keep)
         self._routes: dict[str, _Held] = {}
 
     @property

@@ -21,6 +21,13 @@ def prefix_digest(tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(np.asarray(tokens, "<i8").tobytes(), digest_size=16).digest()
 
 
+def alike_digest(fingerprints: Sequence[str]) -> bytes:
+    """What an OpenSession says of how all stages compute, 16 bytes; none if nothing is known of them."""
+    if not fingerprints:
+        return b""
+    return hashlib.blake2b("\n".join(fingerprints).encode(), digest_size=16).digest()
+
+
 @define
 class Lease:
     """A lane, and how many leading positions of the prompt every stage's cache of it holds."""

@@ -41,7 +41,8 @@ class Report:
     and maximum of the windows dispatched; `survival`: acceptance by distance from the frontier; `steps`: the
     windows that retired after the first commit, as (width, tokens committed, how many such). `reroutes`: times
     that windows went out again because replies were lost; `resumes`: times that the tokens were run again because
-    caches were (a stage was lost, or a lane taken). `exact` False: bits may differ from the unsplit model's.
+    caches were (a stage was lost, or a lane taken); `kept_tokens`: by stage, those that it did not run then, since
+    its cache still held them. `exact` False: bits may differ from the unsplit model's.
     """
 
     prompt_tokens: int
@@ -59,6 +60,7 @@ class Report:
     divergences: int
     reroutes: int
     resumes: int
+    kept_tokens: tuple[int, ...]
     sources: dict[str, SourceReport]
     survival: tuple[tuple[int, int, int], ...]
     """(distance, judged, accepted), ascending."""
@@ -122,6 +124,7 @@ class Stopwatch:
         *,
         prompt: int,
         cached: int,
+        kept: tuple[int, ...],
         reason: str,
         exact: bool,
         made: Mapping[str, tuple[int, float]],
@@ -150,6 +153,7 @@ class Stopwatch:
             divergences=counters.divergences,
             reroutes=counters.reroutes,
             resumes=counters.resumes,
+            kept_tokens=kept,
             sources={
                 name: SourceReport(tally.dispatched, tally.judged, tally.accepted, *made.get(name, ()))
                 for name, tally in sources.items()

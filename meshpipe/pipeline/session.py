@@ -40,7 +40,7 @@ from meshpipe.messages import (
     Window,
 )
 from meshpipe.pipeline.following import Following
-from meshpipe.pipeline.lanes import prefix_digest
+from meshpipe.pipeline.lanes import alike_digest, prefix_digest
 from meshpipe.pipeline.report import Stopwatch
 from meshpipe.pipeline.request import (
     QUEUES,
@@ -118,6 +118,7 @@ class Session(Actor[SessionMessage]):
         self._unsent: deque[OpenSession | CloseSession | Window] = deque()  # waiting for room on the way
         self._generation = 0  # of the way on which the session was opened last
         self._asked_for = 0  # positions that the stages' caches were asked to keep then
+        self._kept = [0] * len(around.pipe.curves)  # by stage: tokens that it did not run again
         self._fingerprints = around.first.fingerprints
         self._exact = request.exact
         self._refused_since: float | None = None
@@ -228,6 +229,7 @@ class Session(Actor[SessionMessage]):
                 mtp=self._drafting.most > 0,
                 hidden_from=self._following.hidden_from if self._following is not None else None,
                 prompt=self._ledger.frontier - self._ledger.generated,
+                alike=alike_digest(way.fingerprints),
             )
         )
 
@@ -301,6 +303,12 @@ class Session(Actor[SessionMessage]):
     async def opened(self, opened: SessionOpened) -> None:
         """Every stage has admitted the session; the windows are on their way already."""
         self._refused_since = None
+        if self._ledger.counters.resumes and len(opened.held) == len(self._kept):
+            again = range(self._asked_for, self._ledger.frontier - 1)
+            self._kept = [
+                kept + len(range(again.start, min(held, again.stop)))
+                for kept, held in zip(self._kept, opened.held, strict=True)
+            ]
 
     @handles(SessionFailed)
     async def failed(self, failed: SessionFailed) -> None:
@@ -433,6 +441,7 @@ class Session(Actor[SessionMessage]):
             self._ledger.counters,
             prompt=self._ledger.frontier - self._ledger.generated,
             cached=self._request.lease.cached,
+            kept=tuple(self._kept),
             reason=reason,
             exact=self._exact,
             made=self._following.made if self._following is not None else {},

@@ -11,6 +11,9 @@ How a window goes through:
   in order. Verify windows go before prefill windows, but of two jobs in a row one may be prefill, so that
   neither stalls the other by more than one job.
 - An idle stage never waits for company: it runs what is there.
+- What the lane's cache holds already is not run again: a window, or the head of one, that says the same tokens at the
+  same positions is answered with the rows that were kept (`kept`). So, after a stage was lost, the others run next
+  to nothing again.
 
 A window that cannot be run ends its session with a SessionFailed and nothing else.
 """
@@ -19,8 +22,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 
+import numpy as np
 import trio
 from attrs import define, evolve, frozen
 
@@ -34,11 +39,13 @@ from meshpipe.messages import (
     OpenSession,
     Progress,
     Reply,
+    Rows,
     SessionFailed,
     SessionOpened,
     Timing,
     Window,
 )
+from meshpipe.pipeline.kept import KeptRows
 from meshpipe.pipeline.lanes import prefix_digest
 from meshpipe.pipeline.merging import merged_count
 from meshpipe.pipeline.route import Arrival, Route, RouteLost, Sender, StageMessage, record
@@ -96,6 +103,34 @@ class _Queued:
         return (epoch, position) == (window.epoch, window.start) and window.tokens[:1] != (token,)
 
 
+@frozen(eq=False)
+class _Known:
+    """How many of a window's first rows need not be run, and what came of them, if that is sent on."""
+
+    count: int = 0
+    rows: Rows | None = None
+
+    def is_all_of(self, window: Window) -> bool:
+        """Whether nothing is left to run."""
+        return 0 < self.count == window.width
+
+    def left_of(self, window: Window) -> Window:
+        """The window without these rows."""
+        if not self.count:
+            return window
+        tokens = window.tokens[self.count :]
+        return evolve(
+            window,
+            start=window.start + self.count,
+            tokens=tokens,
+            rows=None if window.rows is None else window.rows[self.count :],
+            wanted=min(window.wanted, len(tokens)),
+        )
+
+
+_NOTHING = _Known()
+
+
 def companions(queue: Sequence[_Queued]) -> list[_Queued]:
     """The windows that could share a decode with the oldest, in the order in which to add them.
 
@@ -122,11 +157,12 @@ def companions(queue: Sequence[_Queued]) -> list[_Queued]:
 
 @define
 class StageCounters:
-    """What the stage did so far, in windows, rows and seconds."""
+    """What the stage did so far, in windows, rows and seconds. `rows_known`: not run, since the cache held them."""
 
     jobs: int = 0
     windows_run: int = 0
     rows_run: int = 0
+    rows_known: int = 0
     windows_dropped: int = 0
     rows_dropped: int = 0
     rows_run_in_vain: int = 0
@@ -135,9 +171,9 @@ class StageCounters:
 
 
 class Stage(Actor[StageMessage]):
-    """Runs windows; see the top of this file."""
+    """Runs windows; see the top of this file. `keep`: bytes of rows that it may keep, to send them again."""
 
-    def __init__(self, mailbox: Mailbox[StageMessage], runner: Runner) -> None:
+    def __init__(self, mailbox: Mailbox[StageMessage], runner: Runner, keep: int = 0) -> None:
         super().__init__(mailbox)
         self.counters = StageCounters()
         self._runner = runner
@@ -146,7 +182,13 @@ class Stage(Actor[StageMessage]):
         self._is_last = runner.descriptor.layers[1] == runner.descriptor.layer_count
         self._sessions: dict[tuple[Route, int], _Session] = {}
         self._lanes: dict[int, _Session] = {}
-        self._cached: dict[int, list[int]] = {}  # by lane: `tokens` of its last session
+        described = runner.descriptor
+        self._kept = KeptRows(
+            described.lanes, described.context, described.n_embd, 0 if self._is_last else keep
+        )
+        self._cached: dict[
+            int, tuple[OpenSession, list[int]]
+        ] = {}  # by lane: of its last session, and `tokens`
         self._ready: deque[_Queued] = deque()
         self._running: list[_Queued] = []
         self._last_was_prefill = False
@@ -241,7 +283,7 @@ class Stage(Actor[StageMessage]):
         elif message.lane in self._lanes:
             problem = f"lane {message.lane} is taken by another session; choose a free one"
             refused = True
-        elif message.prefix != prefix_digest(held := self._held(message.lane, message.cached)):
+        elif message.prefix != prefix_digest((held := self._held(message))[: max(0, message.cached)]):
             problem = (
                 f"lane {message.lane} does not hold the {message.cached} cached tokens that were named: "
                 "another coordinator has used it, or the stage was started anew; ask again, without reuse"
@@ -258,16 +300,28 @@ class Stage(Actor[StageMessage]):
             )
             return
         session = _Session(message.session, route, message.lane, held, message)
-        self._cached[message.lane] = session.tokens
+        self._cached[message.lane] = message, session.tokens
         self._sessions[route, message.session] = self._lanes[message.lane] = session
+        known = len(held) if self._is_last else min(len(held), self._kept.length(message.lane))
+        positions = (*message.held, known)
         if route.downstream is not None:
-            await self._send(route.downstream, message)
+            await self._send(route.downstream, evolve(message, held=positions))
         else:
-            await self._send(route.back, SessionOpened(message.session))
+            await self._send(route.back, SessionOpened(message.session, positions))
 
-    def _held(self, lane: int, most: int) -> list[int]:
-        """The first tokens in the lane's cache, `most` at most, of whichever coordinator's session."""
-        return self._cached.get(lane, [])[: max(0, min(most, self._runner.length(lane)))]
+    def _held(self, message: OpenSession) -> list[int]:
+        """The first tokens in the lane's cache that the session may go on from.
+
+        Those of its prefix, of whichever coordinator's session they are; all, if it was open here before, and the
+        rows that came and will come are the same bits.
+        """
+        if message.lane not in self._cached:
+            return []
+        before, tokens = self._cached[message.lane]
+        most = self._runner.length(message.lane)
+        if not message.alike or (before.session, before.alike) != (message.session, message.alike):
+            most = max(0, min(most, message.cached))
+        return tokens[:most]
 
     async def _close(self, route: Route, message: CloseSession) -> None:
         session = self._sessions.get((route, message.session))
@@ -354,42 +408,72 @@ class Stage(Actor[StageMessage]):
             await self._after_failure(runnable, problem)
 
     async def _compute(self, runnable: list[_Queued]) -> MeshpipeError | None:
-        """One decode; sends its results on, or says what went wrong."""
-        jobs = []
+        """One decode of what is not known; sends all results on, or says what went wrong."""
+        jobs: list[Job] = []
+        heads: list[_Known] = []  # by window
         waiting = [*runnable, *self._ready]
         for place, queued in enumerate(runnable):
             session, window = queued.session, queued.window
+            known = self._known(session, window)
+            heads.append(known)
+            if known.is_all_of(window):
+                continue
             session.tokens[window.start :] = window.tokens
+            self._kept.trim(session.lane, window.start + known.count)
             opening = session.opening
             follows = None
             if self._is_last and (opening.mtp or opening.hidden_from is not None):
                 after = next((q for q in waiting[place + 1 :] if q.session is session), None)
                 follows = after.window.tokens[0] if after is not None and after.window.tokens else None
-            jobs.append(Job(session.lane, window, session.tokens, opening.mtp, opening.hidden_from, follows))
+            left = known.left_of(window)
+            jobs.append(Job(session.lane, left, session.tokens, opening.mtp, opening.hidden_from, follows))
         self._running = runnable
+        began = trio.current_time()
+        results: list[Result] | MeshpipeError | None = await self._decode(jobs) if jobs else []
+        service = trio.current_time() - began
+        if results is None:
+            ended, rows = trio.current_time(), sum(job.window.width for job in jobs)
+            for queued in runnable:
+                queued.record(Kind.ABORT, began, ended, rows, queued.window.width)
+        if isinstance(results, list):
+            await self._deliver(runnable, heads, results, began, service)
+        return results if isinstance(results, MeshpipeError) else None
+
+    async def _decode(self, jobs: Sequence[Job]) -> list[Result] | MeshpipeError | None:
+        """The results, or what went wrong; None if it was aborted."""
         began = trio.current_time()
         drafts = sum(job.window.drafts for job in jobs)
         self.watchdog.began(
             sum(job.window.width for job in jobs), drafts * self._runner.descriptor.draft_cost
         )
         try:
-            results: list[Result] | MeshpipeError | None = await self._runner.run(jobs)
+            return await self._runner.run(jobs)
         except Aborted:
             self.counters.aborted += 1
-            ended, rows = trio.current_time(), sum(queued.window.width for queued in runnable)
-            for queued in runnable:
-                queued.record(Kind.ABORT, began, ended, rows, queued.window.width)
-            results = None
+            return None
         except MeshpipeError as error:
-            results = error
+            return error
         finally:
             self.watchdog.ended()
-        service = trio.current_time() - began
-        self.counters.jobs += 1
-        self.counters.busy += service
-        if isinstance(results, list):
-            await self._deliver(runnable, results, began, service)
-        return results if isinstance(results, MeshpipeError) else None
+            self.counters.jobs += 1
+            self.counters.busy += trio.current_time() - began
+
+    def _known(self, session: _Session, window: Window) -> _Known:
+        """The rows of a window that the cache holds, and whose results, if they are sent on, are kept."""
+        lane, start, length = session.lane, window.start, self._runner.length(session.lane)
+        if not (0 <= start < length and 0 <= window.wanted <= window.width):
+            return _NOTHING
+        if self._is_last:
+            stop, hidden_from = window.stop - window.wanted, session.opening.hidden_from
+            stop = stop if hidden_from is None else min(stop, hidden_from)
+        else:
+            stop = min(window.stop, self._kept.length(lane))
+        held = session.tokens[start : max(start, min(stop, length))]
+        same = (place for place, (a, b) in enumerate(zip(held, window.tokens, strict=False)) if a != b)
+        count = next(same, len(held))
+        if not count:
+            return _NOTHING
+        return _Known(count, None if self._is_last else self._kept.get(lane, start, start + count))
 
     async def _starts_in_cache(self, queued: _Queued, chosen: Iterable[_Queued]) -> bool:
         """Rule: no window runs above its lane's cache; of several of one session the first must fit."""
@@ -415,31 +499,52 @@ class Stage(Actor[StageMessage]):
             else:
                 await self._fail_session(queued.session, str(problem), wrong=isinstance(problem, UsageError))
 
+    def _whole(self, queued: _Queued, known: _Known, computed: Iterator[Result]) -> Result:
+        """A window's result: what is known, and the next of `computed` if that is not all; keeps the latter."""
+        window = queued.window
+        if known.is_all_of(window):
+            return Picks(()) if known.rows is None else known.rows
+        result = next(computed)
+        if isinstance(result, Picks):
+            return result
+        self._kept.put(queued.session.lane, window.start + known.count, result)
+        return result if known.rows is None else np.concatenate([known.rows, result])
+
     async def _deliver(
-        self, runnable: list[_Queued], results: list[Result], began: float, service: float
+        self,
+        runnable: list[_Queued],
+        heads: list[_Known],
+        computed: list[Result],
+        began: float,
+        service: float,
     ) -> None:
-        rows = sum(queued.window.width for queued in runnable)
+        counts = [queued.window.width - known.count for queued, known in zip(runnable, heads, strict=True)]
+        rows = sum(counts)
+        results = list(map(self._whole, runnable, heads, repeat(iter(computed))))
         drafting = [result.drafting if isinstance(result, Picks) else 0.0 for result in results]
         service -= sum(drafting)
         drafted = began + service
-        for queued, result, seconds in zip(runnable, results, drafting, strict=True):
+        for queued, count, result, seconds in zip(runnable, counts, results, drafting, strict=True):
             session, window = queued.session, queued.window
-            self.counters.windows_run += 1
-            self.counters.rows_run += window.width
-            if session.route.recorder.on:
+            timings = window.timings
+            self.counters.rows_known += window.width - count
+            if count:
+                self.counters.windows_run += 1
+                self.counters.rows_run += count
+                # Between two windows of one decode lie the drafts of both: they delay either reply alike.
+                timing = Timing(session.route.index, began - queued.at, service, rows, sum(drafting))
+                timings = (*timings, timing)
+            if count and session.route.recorder.on:
                 queued.record(Kind.QUEUE, queued.at, began, window.width)
-                queued.record(Kind.COMPUTE, began, began + service, rows, window.width)
+                queued.record(Kind.COMPUTE, began, began + service, rows, count)
                 if isinstance(result, Picks) and window.drafts and seconds:
                     queued.record(Kind.DRAFT, drafted, drafted + seconds, len(result.drafts), window.drafts)
             drafted += seconds
             if queued.contradicts_pick():  # the window before was of the same decode
                 session.make_stale(window.epoch)
             if queued.is_stale:
-                self.counters.rows_run_in_vain += window.width
+                self.counters.rows_run_in_vain += count
                 continue
-            # Between two windows of one decode lie the drafts of both: they delay either reply alike.
-            timing = Timing(session.route.index, began - queued.at, service, rows, sum(drafting))
-            timings = (*window.timings, timing)
             if not self._is_last:
                 assert session.route.downstream is not None
                 assert not isinstance(result, Picks)
