@@ -25,7 +25,6 @@ CLOSE_TOGETHER = Plan(
     requests=8,
     sizes=(1, 40, 200),
     counts=(1, 20, 40),
-    queue_deadline=30.0,  # on a busy machine, a standby may need more than three seconds to take over
 )
 
 

@@ -30,7 +30,6 @@ from attrs import frozen
 from meshpipe import Coordinator, MeshpipeError, Sampling, StagePlace, Topology
 from meshpipe.actors.scope import owned_nursery
 from meshpipe.pipeline.children import Children, open_children, stage_command
-from meshpipe.pipeline.coordinator import QUEUE_DEADLINE
 from meshpipe.pipeline.remote import open_remote
 from meshpipe.pipeline.way import WayState
 from meshpipe.telemetry.spans import Kind, Span
@@ -79,7 +78,6 @@ class Plan:
     sizes: Sequence[int] = (1, 5, 40, 200)
     counts: Sequence[int] = (1, 20, 60, 120)
     spared: frozenset[int] = frozenset()
-    queue_deadline: float = QUEUE_DEADLINE
 
     @property
     def lanes(self) -> int:
@@ -223,13 +221,16 @@ class Chaos:
             fault.going_on = trio.current_time() - self._began
 
     async def _victim(self, kind: str) -> int:
-        """A process whose stage has another one that is ready, and that is in use, more often than not."""
+        """A process whose stage has another one that is ready, and that is in use, more often than not.
+
+        For `rolling` all have to be ready, since it ends one of each stage.
+        """
         spared = self.plan.spared if kind in DEADLY else ()
         standing: list[int] = []
 
         def found() -> list[int]:
             standing[:] = [index for index in PROCESSES if index not in spared and self._ready(_twin(index))]
-            return standing
+            return standing if kind != "rolling" or all(map(self._ready, PROCESSES)) else []
 
         await _until(found)
         used = [index for index in standing if self.relays[index].used]
@@ -408,7 +409,6 @@ async def opened(model: Path, seed: int, plan: Plan) -> AsyncIterator[Chaos]:
             lanes=plan.lanes,
             context=CONTEXT,
             heartbeat=plan.heartbeat,
-            queue_deadline=plan.queue_deadline,
         ) as pipeline:
             chaos = Chaos(pipeline, children, relays, disks, topology, plan, seed, nursery)
             async with pipeline.tracing(chaos.span):
