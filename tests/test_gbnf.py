@@ -366,7 +366,7 @@ parts = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.lists(parts, min_size=1, max_size=2), parts, st.booleans())
 def test_all_of_several_is_what_each_allows(
     vocabulary: Vocabulary, inner: list[dict[str, Any]], beside: dict[str, Any], refers: bool
@@ -382,7 +382,7 @@ def test_all_of_several_is_what_each_allows(
         return
     validator = jsonschema.Draft202012Validator(schema)
     names = list(dict.fromkeys(name for part in (beside, *inner) for name in part["properties"]))
-    for values in product(*[("x", "xy", 4, 2, 9, None, {"c": "d"}, ...)] * len(names)):
+    for values in product(*[("x", "xy", 4, 9, None, {"c": "d"}, ...)] * len(names)):
         value = {name: given for name, given in zip(names, values, strict=True) if given is not ...}
         text = json.dumps(value, separators=(",", ":"))
         if any(given == {"c": "d"} for given in value.values()) and value != {names[0]: {"c": "d"}}:

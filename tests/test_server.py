@@ -144,6 +144,9 @@ WRONG: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
     ("chat/completions", {"response_format": {"type": "json_schema",
       "json_schema": {"name": "a", "schema": {"properties": {"a": {}}, "required": [[1]]}}}}, 400,
      "response_format.json_schema.schema", "invalid_value"),
+    ("chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {
+      "anyOf": [{"type": "array", "items": {"anyOf": [{"$ref": "#"}, {"const": n}]}} for n in range(2)]}}}}, 400,
+     "response_format.json_schema.schema", "invalid_value"),
     ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, 400, None, "invalid_json"),
     ("completions", {"seed": 2**64}, 400, "seed", "invalid_value"),
     ("chat/completions", {"tool_choice": "required"}, 400, "tool_choice", None),

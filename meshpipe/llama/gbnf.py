@@ -286,7 +286,7 @@ class _Walk:
             left += [(each, depth + 1) for each in reversed(inner)]
             if "$ref" in own:
                 left.append((self._target(own.pop("$ref"), path), depth + 1))
-            plain.append(own)
+            plain += [own] if own else []
         with _at("allOf", path):
             return intersection(plain)
 

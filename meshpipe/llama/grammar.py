@@ -33,7 +33,7 @@ MAX_LENGTH = 1 << 16
 """Characters of a grammar."""
 MAX_NESTING = 64
 """Parentheses within parentheses; llama.cpp parses them by recursion."""
-ALLOWANCE, EACH = 3.0, 0.5
+ALLOWANCE, EACH = 3.0, 0.25
 """Seconds that a grammar may take in all, and with each token that it has let through."""
 _TICK = 0.25
 _SOME, _MORE = 256, 16  # tokens that are looked at first, and by how many times more then

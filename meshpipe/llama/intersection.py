@@ -62,12 +62,20 @@ def _all(schemas: Sequence[Any]) -> Any:
     if any(schema is False for schema in schemas):
         return False
     said: list[Any] = []
-    for schema in schemas:
+    parts = [part for schema in schemas for part in _parts(schema)]
+    for schema in parts:
         if schema is not True and schema != {} and not any(_same(schema, known) for known in said):
             said.append(schema)
     if not said:
         return True
     return said[0] if len(said) == 1 else {"allOf": said}
+
+
+def _parts(schema: Any) -> list[Any]:
+    """Those of an `allOf` with nothing beside it."""
+    if isinstance(schema, Mapping) and schema.keys() == {"allOf"} and isinstance(schema["allOf"], list):
+        return schema["allOf"] or [schema]
+    return [schema]
 
 
 def _listed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
