@@ -32,9 +32,8 @@ _MESSAGE, _TOKEN = 1024, 36  # bytes that a window takes in memory, about, and e
 
 Downward = OpenSession | Window | CloseSession | Discard | Echo
 """What travels from the coordinator to the last stage."""
-Upward = Reply | Progress | SessionOpened | SessionFailed | Echo | Spans
-"""What travels to the coordinator."""
 UPWARD = (Reply, Progress, SessionOpened, SessionFailed, Echo, Spans)
+"""What travels to the coordinator."""
 
 
 class Sender(Protocol):

@@ -14,11 +14,10 @@ from meshpipe.pipeline.request import SessionMessage
 class ReturnSink:
     """Hands what comes back to its session; a `Sender`, so that links and stages in this process use it alike.
 
-    What comes for a session that has ended is counted and forgotten.
+    What comes for a session that has ended is forgotten.
     """
 
     def __init__(self) -> None:
-        self.unclaimed = 0
         self.on_lost: Callable[[int, str], None] | None = None
         """Called when a stage says that all its sessions have failed; None: every session is told."""
         self.on_spans: Callable[[Spans], None] = lambda spans: None
@@ -46,19 +45,15 @@ class ReturnSink:
     async def send(self, message: object) -> None:
         """See `Sender.send`; waits while the session's mailbox is full."""
         for ref in self._claimants(message):
-            try:
+            with suppress(ActorGoneError):
                 await ref.send(message)  # type: ignore[arg-type]
-            except ActorGoneError:
-                self.unclaimed += 1
 
     def try_send(self, message: object) -> bool:
         """See `Sender.try_send`."""
         room = True
         for ref in self._claimants(message):
-            try:
+            with suppress(ActorGoneError):
                 room = ref.try_send(message) and room  # type: ignore[arg-type]
-            except ActorGoneError:
-                self.unclaimed += 1
         return room
 
     def _claimants(self, message: object) -> list[Ref[SessionMessage]]:
@@ -73,7 +68,4 @@ class ReturnSink:
             self.on_lost(message.stage, message.reason)
             return []
         ref = self._sessions.get(message.session)
-        if ref is None:
-            self.unclaimed += 1
-            return []
-        return [ref]
+        return [] if ref is None else [ref]
