@@ -11,9 +11,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from meshpipe.errors import UsageError
 from meshpipe.pipeline.credits import Credits, CreditScheduler
+from meshpipe.speculation.policy import CostCurve
 
 LATENCY = 1.0
 WORK = 0.09
+COST = CostCurve(((1, WORK), (8, 0.4), (63, 2.5)))
 
 
 class Sharing(RuleBasedStateMachine):
@@ -127,6 +129,28 @@ def test_a_newcomer_gets_its_share_as_windows_retire() -> None:
         if late.may_borrow(LATENCY):
             late.take(1001 + turn, WORK)
     assert abs(greedy.held - late.held) <= 2
+
+
+@given(count=st.integers(2, 40), wanting=st.integers(1, 40))
+def test_guesses_inside_windows_share_what_a_row_of_each_session_leaves(count: int, wanting: int) -> None:
+    scheduler = CreditScheduler()
+    sessions = [scheduler.open() for _ in range(count)]
+    assert scheduler.wanting == 1
+    asking = sessions[: min(wanting, count)]
+    for credits in asking:
+        credits.longest(COST, LATENCY)
+    guesses = sum(credits.longest(COST, LATENCY) - COST(1) for credits in asking)
+    assert guesses == pytest.approx(max(0.0, LATENCY - COST(count)))
+
+
+def test_a_session_that_is_alone_may_guess_what_it_likes() -> None:
+    scheduler = CreditScheduler()
+    alone = scheduler.open()
+    assert alone.longest(COST, LATENCY) == math.inf
+    other = scheduler.open()
+    assert COST(1) < alone.longest(COST, LATENCY) < LATENCY
+    other.close()
+    assert alone.longest(COST, LATENCY) == math.inf
 
 
 def test_a_window_takes_one_credit() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import trio
@@ -145,6 +147,41 @@ def test_a_slow_reader_delays_nobody() -> None:
             assert await collect(lazy) == serial(periodic(), [1], 300)
 
     run(main)
+
+
+@pytest.mark.parametrize(("delay", "slower"), [(0.0, 1.0), (0.1, 1.7)])
+def test_foretold_text_leaves_others_their_turns(delay: float, slower: float) -> None:
+    """One session of four is all guessed right. The others wait for a window of it on either stage at most.
+
+    Without a delay four rows fill the pipe, and nothing is guessed.
+    """
+
+    def target(tokens: Sequence[int]) -> int:
+        return periodic()(tokens) if tokens[0] == 1 else novel(tokens)
+
+    async def crowd(speculation: Speculation) -> tuple[float, list[float]]:
+        """Tokens a second of all, and the gaps between the others' commits, ascending."""
+        async with simulated(target, delay=delay) as sim, trio.open_nursery() as nursery:
+            commits: list[list[tuple[float, int]]] = [[] for _ in range(4)]
+
+            async def session(number: int) -> None:
+                generation = sim.coordinator.generate(
+                    [number, *range(7)] * 4, max_tokens=4000, speculation=speculation
+                )
+                async for piece in generation:
+                    commits[number - 1].append((trio.current_time(), len(piece.tokens)))
+
+            for number in (1, 2, 3, 4):
+                nursery.start_soon(session, number)
+            await trio.sleep(10)
+            nursery.cancel_scope.cancel()
+        settled = [[(at, count) for at, count in each if at > 2] for each in commits]
+        gaps = [b - a for each in settled[1:] for (a, _), (b, _) in pairwise(each)]
+        return sum(count for each in settled for _, count in each) / 8, sorted(gaps)
+
+    (alone, usual), (together, gaps) = run(crowd, OFF), run(crowd, AUTO)
+    assert together >= alone
+    assert gaps[len(gaps) * 99 // 100] <= slower * usual[len(usual) * 99 // 100] + 1e-9
 
 
 def test_a_long_prompt_stalls_others_by_one_chunk_at_most() -> None:

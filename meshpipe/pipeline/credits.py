@@ -4,12 +4,16 @@ A credit is the right to have one more window in flight. Every session has one o
 window. The others are lent from a pool that Little's law sizes: the pipe is full when the work in flight, in
 seconds of the slowest stage, equals the latency of a window and a little more (`Pipe.room`). What the mandatory
 windows leave of that is shared among the sessions that want to speculate, so that speculation ends by itself when
-there are enough sessions to fill the pipe.
+there are enough sessions to fill the pipe. Guesses inside a window are speculation too: beside others, none is longer
+than a row and its session's share.
 
 Pure arithmetic, called without awaiting: nobody else runs between the question and the taking.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 from attrs import define, field
 
@@ -52,6 +56,19 @@ class Credits:
         """
         self.wants = True
         return self._scheduler.has_room(self, room)
+
+    def longest(self, cost: Callable[[int], float], room: float) -> float:
+        """Seconds of the slowest stage that one window may take beside other sessions', whose rows wait for it.
+
+        That is a row, and this session's share of what a row of every session, all in one decode, leaves of the pool
+        of `room` seconds. `cost` is of decodes, by their rows. Infinite for a session that is alone. Marks the
+        session as wanting to speculate.
+        """
+        self.wants = True
+        sessions = self._scheduler.sessions
+        if sessions == 1:
+            return math.inf
+        return cost(1) + max(0.0, room - cost(sessions)) / self._scheduler.wanting
 
     def take(self, window: int, work: float) -> None:
         """Window number `window` is in flight: as the mandatory one if the session has none, else borrowed.
@@ -109,6 +126,11 @@ class CreditScheduler:
         return len(self._sessions)
 
     @property
+    def wanting(self) -> int:
+        """Sessions that want to speculate; at least one: who asks."""
+        return sum(credits.wants for credits in self._sessions) or 1
+
+    @property
     def work(self) -> float:
         """Seconds of the slowest stage that are in flight, of all sessions."""
         return sum(credits.work for credits in self._sessions)
@@ -126,5 +148,4 @@ class CreditScheduler:
         if self.work >= full:
             return False
         pool = full - sum(credits.work - credits.borrowed for credits in self._sessions)
-        wanting = sum(credits.wants for credits in self._sessions) or 1
-        return asking.borrowed == 0 or asking.borrowed < pool / wanting
+        return asking.borrowed == 0 or asking.borrowed < pool / self.wanting

@@ -473,7 +473,7 @@ class Session(Actor[SessionMessage]):
                 began = trio.current_time()
                 survival = self._composite.survival()
                 self._record(Kind.PROPOSE, 0, len(survival), began)
-                width = self._pace.next_width(survival)
+                width = self._fair(self._pace.next_width(survival))
                 if not width:
                     self._credits.wants = False
                     self._waits_for = Cause.REPLY if self._pace.full else Cause.PROPOSAL
@@ -489,6 +489,15 @@ class Session(Actor[SessionMessage]):
                 drafts = self._drafting.wanted(self._around.credits.sessions)
             if not await self._send(evolve(window, drafts=drafts) if drafts else window, survival):
                 return
+
+    def _fair(self, width: int) -> int:
+        """The width, or what of it is fair to other sessions; a fixed width is the caller's own choice."""
+        if width > 1 and self._pace.width == "auto":
+            pipe = self._around.pipe
+            longest = self._credits.longest(pipe.slowest, pipe.room(1))
+            while width > 1 and pipe.slowest(width) > longest:
+                width -= 1
+        return width
 
     async def _send(self, window: Window, survival: Sequence[float]) -> bool:
         """Says whether the window has gone; else it waits in `_unsent`, and news wait in the mailbox."""

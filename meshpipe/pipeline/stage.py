@@ -8,8 +8,9 @@ How a window goes through:
   The last stage sees staleness first: when its pick differs from the next token that was dispatched, inside a
   window or against the first of the next window, the rest of that epoch is stale.
 - What can share a decode runs together when that is quicker in the mean (`merging`). Windows of one session stay
-  in order. Verify windows go before prefill windows, but of two jobs in a row one may be prefill, so that
-  neither stalls the other by more than one job.
+  in order; sessions take turns, so that one with many guesses in flight delays the others by one job of its own.
+  Verify windows go before prefill windows, but of two jobs in a row one may be prefill, so that neither stalls the
+  other by more than one job.
 - An idle stage never waits for company: it runs what is there.
 - What the lane's cache holds already is not run again: a window, or the head of one, that says the same tokens at the
   same positions is answered with the rows that were kept (`kept`). So, after a stage was lost, the others run next
@@ -70,6 +71,7 @@ class _Session:
     tokens: list[int]
     opening: OpenSession
     stale_below: int = 0  # windows of lower epochs are stale
+    turn: int = 0  # number of the last job that ran a window of it
     expected: tuple[int, int, int] | None = None  # last stage: (epoch, position after its last window, pick)
 
     def make_stale(self, epoch: int) -> None:
@@ -132,22 +134,22 @@ _NOTHING = _Known()
 
 
 def companions(queue: Sequence[_Queued]) -> list[_Queued]:
-    """The windows that could share a decode with the oldest, in the order in which to add them.
+    """The windows that could share a decode with the first, in the order in which to add them.
 
     Either the windows of its session that follow it, which run as one; or the first windows of neighbouring
     lanes that are as wide (`share_decode` of the engine): of the two neighbours at hand the one that waits longer.
     """
-    oldest = queue[0]
-    own = [queued for queued in queue if queued.session is oldest.session]
+    first = queue[0]
+    own = [queued for queued in queue if queued.session is first.session]
     if len(own) > 1:
         return own
     waiting: dict[int, tuple[int, _Queued]] = {}  # by lane: (place in the queue, its first window)
     for place, queued in enumerate(queue):
         waiting.setdefault(queued.session.lane, (place, queued))
-    family, low, high = [oldest], oldest.session.lane, oldest.session.lane
+    family, low, high = [first], first.session.lane, first.session.lane
     while True:
         sides = [waiting[lane] for lane in (low - 1, high + 1) if lane in waiting]
-        sides = [side for side in sides if side[1].window.width == oldest.window.width]
+        sides = [side for side in sides if side[1].window.width == first.window.width]
         if not sides:
             return family
         _, nearest = min(sides, key=lambda side: side[0])
@@ -387,6 +389,7 @@ class Stage(Actor[StageMessage]):
         if first_prefill is not None and (not verify or not self._last_was_prefill):
             chosen = [first_prefill]
         else:
+            verify.sort(key=lambda queued: queued.session.turn)
             family = companions(verify)
             rows = [queued.window.width for queued in family]
             most = self._runner.descriptor.most_rows
@@ -420,6 +423,7 @@ class Stage(Actor[StageMessage]):
                 continue
             session.tokens[window.start :] = window.tokens
             self._kept.trim(session.lane, window.start + known.count)
+            session.turn = self.counters.jobs + 1
             opening = session.opening
             follows = None
             if self._is_last and (opening.mtp or opening.hidden_from is not None):
