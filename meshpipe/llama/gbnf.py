@@ -30,7 +30,7 @@ MAX_DEPTH = 32
 MAX_REPEATS = 500
 """For minItems, maxItems, minLength and maxLength."""
 MAX_BRANCHES = 50
-"""Schemas of oneOf."""
+"""Schemas of oneOf, and those that allOf leads to."""
 
 _FORMATS = {
     "date": '"\\"" date "\\""',
