@@ -2,8 +2,7 @@
 
 Many lanes share each decode, prompts and continuations alike. Some lanes are greedy, which is what the block shall
 foretell, others are sampled, since a small model repeats itself when it is greedy; a lane that repeats itself is
-ended. A few lanes only read: sources and help texts of the standard library. The model's weights are widened to
-float32 first, which doubles the speed on a CPU and changes its choices at a few positions in a hundred.
+ended. A few lanes only read: sources and help texts of the standard library. The layers are run by PyTorch.
 """
 
 from __future__ import annotations
@@ -18,14 +17,12 @@ import numpy as np
 from attrs import define, field
 from numpy.typing import NDArray
 
-from bench.models.smollm2_mtp import block as blocks
 from bench.models.smollm2_mtp import express, prompts
-from bench.models.smollm2_mtp.contexts import Context, Model
 from bench.prompts import chat
 from meshpipe.llama.gguf import read_header
 from meshpipe.llama.vocabulary import Vocabulary
 
-LANES, CONTEXT, BATCH = 64, 768, 512
+LANES, CONTEXT, BATCH = 128, 768, 768
 PROMPT = 320  # tokens of the longest prompt
 GREEDY, READ = 0.55, 0.08  # shares of lanes
 MIN_P = 0.05
@@ -58,67 +55,45 @@ class Record:
     temperature: float | None
 
 
-def widened(path: Path) -> Path:
-    """Writes the model with its layers in float32."""
-    from gguf import GGMLQuantizationType, dequantize
-
-    header = read_header(express.original())
-    entries = []
-    for name, shape, kind, rows in express.trunk(header):
-        if len(shape) > 1 and name.startswith("blk."):
-            wide = np.ascontiguousarray(dequantize(rows, GGMLQuantizationType(kind)), np.float32)
-            kind, rows = blocks.F32, wide.view(np.uint8)
-        entries.append((name, shape, kind, rows))
-    untrained = path.with_suffix(".block")
-    blocks.save(untrained, blocks.initial(header), {})
-    express.write(
-        path, express.metadata(header), entries + blocks.load(untrained, header.integer(".block_count"))
-    )
-    return path
-
-
 def generate(directory: Path, count: int, seed: int, threads: int = 2) -> None:
     """Writes texts of `count` tokens in all, prompts included, into `directory`, and appends to what is there."""
+    from bench.models.smollm2_mtp.trunk import Trunk  # PyTorch, which only training needs
+
     directory.mkdir(parents=True, exist_ok=True)
-    model = Model(widened(directory / "wide.gguf"))
+    trunk = Trunk(read_header(express.original()), lanes=LANES, context=CONTEXT, threads=threads)
     vocabulary = Vocabulary(express.original())
     done = sum(record.length for record in records(directory))
     draw = random.Random(f"{seed}-{done}")
     began, before = time.monotonic(), done
     lanes: list[Lane | None] = [None] * LANES
-    with Context(model, context=CONTEXT, lanes=LANES, batch=BATCH, threads=threads) as context:
-        while done + sum(len(lane.tokens) for lane in lanes if lane) < count:
-            rows: list[tuple[int, int]] = []  # lane, number of tokens
-            used = 0
-            for number in range(LANES):
-                lane = lanes[number]
-                if lane is None:
-                    context.trim(number, 0)
-                    lane = lanes[number] = _begin(vocabulary, draw)
-                if used + len(lane.pending) <= BATCH:
-                    rows.append((number, len(lane.pending)))
-                    used += len(lane.pending)
-            chosen = [(number, lanes[number]) for number, _ in rows]
-            tokens = np.array([token for _, lane in chosen for token in lane.pending], np.int32)
-            positions = np.concatenate(
-                [len(lane.tokens) + np.arange(len(lane.pending)) for _, lane in chosen]
-            )
-            logits, hidden = context.run(tokens, positions, np.repeat(*np.array(rows).T))
-            labels = logits.argmax(axis=1)
-            stop = 0
-            for number, lane in chosen:
-                start, stop = stop, stop + len(lane.pending)
-                lane.tokens += lane.pending
-                lane.labels += labels[start:stop].tolist()
-                lane.hidden.append(hidden[start:stop].astype(np.float16))
-                if _ended(lane, logits[stop - 1], vocabulary.end_tokens, draw):
-                    done += _append(directory, lane)
-                    lanes[number] = None
-                    rate = (done - before) / (time.monotonic() - began)
-                    print(f"{done} tokens, {rate:.0f} tokens/s", flush=True)
+    while done + sum(len(lane.tokens) for lane in lanes if lane) < count:
+        chosen: list[tuple[int, Lane]] = []
+        used = 0
+        for number in range(LANES):
+            lane = lanes[number]
+            if lane is None:
+                trunk.clear(number)
+                lane = lanes[number] = _begin(vocabulary, draw)
+            if used + len(lane.pending) <= BATCH:
+                chosen.append((number, lane))
+                used += len(lane.pending)
+        counts = [len(lane.pending) for _, lane in chosen]
+        tokens = [token for _, lane in chosen for token in lane.pending]
+        logits, hidden = trunk.run(tokens, [number for number, _ in chosen], counts)
+        labels, half = logits.argmax(dim=1), hidden.half().numpy()
+        stop = 0
+        for number, lane in chosen:
+            start, stop = stop, stop + len(lane.pending)
+            lane.tokens += lane.pending
+            lane.labels += labels[start:stop].tolist()
+            lane.hidden.append(half[start:stop].copy())
+            if _ended(lane, logits[stop - 1].numpy(), vocabulary.end_tokens, draw):
+                done += _append(directory, lane)
+                lanes[number] = None
+                rate = (done - before) / (time.monotonic() - began)
+                print(f"{done} tokens, {rate:.0f} tokens/s", flush=True)
     for lane in filter(None, lanes):
         _append(directory, lane)
-    model.close()
 
 
 def _begin(vocabulary: Vocabulary, draw: random.Random) -> Lane:
