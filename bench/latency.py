@@ -69,7 +69,10 @@ NEXTN = (
 
 @frozen
 class Part:
-    """Contenders at some delays, in turns; `seconds` is what a request of serial decoding may take, about."""
+    """Contenders at some delays, in turns; `seconds` is what a request of serial decoding may take, about.
+
+    `longest`: tokens of draftable text from one who does not wait for round trips.
+    """
 
     model: str
     contenders: Sequence[Contender]
@@ -77,11 +80,12 @@ class Part:
     delays: Sequence[float]
     repetitions: int
     seconds: float
+    longest: int = prompts.LONGEST
 
     def tokens(self, contender: Contender, delay: float) -> int:
         """How many to generate."""
         if self.workload == "draftable" and not contender.pace:
-            return prompts.LONGEST
+            return self.longest
         count = int(self.seconds / (0.03 + 2 * delay / 1e3))
         return max(6, min(64, count)) * (contender.pace if self.workload == "draftable" else 1)
 
@@ -104,7 +108,7 @@ FULL = (
     Part("NextN", only(NEXTN, "serial", "mtp", "mtp+ngram"), "novel", (50,), 3, 2.0),
 )
 QUICK = (
-    Part("SmolLM2", PLAIN, "draftable", (0, 100), 1, 1.0),
+    Part("SmolLM2", PLAIN, "draftable", (0, 100), 1, 1.0, longest=384),
     Part("SmolLM2", PLAIN, "novel", (0, 100), 1, 1.0),
 )
 
