@@ -24,10 +24,10 @@ demo: setup
 
 # A worker for each core; `pytest FILE` alone runs in one process.
 test: setup
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 fast: setup
-	$(BIN)/python -m pytest -n auto -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 lint: setup
 	$(BIN)/ruff check .
