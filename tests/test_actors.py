@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter, deque
 
 import hypothesis.strategies as st
@@ -13,7 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from trio.testing import wait_all_tasks_blocked
 
 from meshpipe.actors import Actor, Ask, Crash, Mailbox, Restarts, handles, log_crash, supervise
-from meshpipe.errors import ActorGoneError, AskFailedError
+from meshpipe.actors.scope import owned_nursery
+from meshpipe.errors import ActorGoneError, AskFailedError, MeshpipeError
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup
 
 
 @frozen
@@ -375,6 +380,30 @@ async def test_cancelling_the_parent_ends_the_actor_and_its_mailbox() -> None:
         await wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
     assert box.closed
+
+
+@pytest.mark.parametrize("other", [AskFailedError("too"), ValueError("a defect")])
+async def test_what_a_block_and_its_tasks_raise(other: Exception) -> None:
+    """Two of our own errors have one cause: the block's is raised. A defect is never hidden."""
+
+    async def fail() -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            raise other
+
+    async def block() -> None:
+        async with owned_nursery() as nursery:
+            nursery.start_soon(fail)
+            await wait_all_tasks_blocked()
+            raise ActorGoneError("gone")
+
+    ours = isinstance(other, MeshpipeError)
+    with pytest.raises(ActorGoneError if ours else BaseExceptionGroup) as caught:
+        await block()
+    group = caught.value.__cause__ if ours else caught.value
+    assert isinstance(group, BaseExceptionGroup)
+    assert group.exceptions == (other,)
 
 
 def test_an_ask_is_settled_once() -> None:

@@ -149,6 +149,32 @@ def test_a_window_beyond_the_context_ends_its_session_only() -> None:
     run(main)
 
 
+@pytest.mark.parametrize("start", [3, 8, -1])
+def test_a_session_sees_nothing_of_the_one_before_in_its_lane(start: int) -> None:
+    """The cache still holds eight positions; a window that begins within them would attend to these."""
+
+    async def main() -> None:
+        async with lonely() as one:
+            _, _, say = one.route()
+            say(OpenSession(1, 0))
+            say(verify(1, 0, *range(8)))
+            await trio.sleep(1)
+            say(CloseSession(1))
+            _, heard, say = one.route()
+            say(OpenSession(2, 0))
+            say(verify(2, start, 5))
+            await trio.sleep(1)
+            (failed,) = heard.all(SessionFailed)
+            assert "not within the 0 positions" in failed.reason
+            assert not heard.all(Reply)
+            say(OpenSession(3, 0))
+            say(verify(3, 0, 5))
+            await trio.sleep(1)
+            assert len(heard.all(Reply)) == 1
+
+    run(main)
+
+
 def test_a_session_that_begins_again_does_not_run_what_is_left_of_its_old_epoch() -> None:
     """The hint that the old epoch is stale was lost, and the prompt comes again behind windows of that epoch."""
 

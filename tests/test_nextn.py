@@ -38,7 +38,7 @@ from meshpipe.llama.nextn import NextnModel, has_nextn
 from meshpipe.llama.slicing import slice_model, slice_nextn
 from meshpipe.messages import CloseSession, Follow, OpenSession
 from meshpipe.pipeline import runner as runner_module
-from meshpipe.pipeline.following import Following
+from meshpipe.pipeline.following import CLOSE_DEADLINE, Following
 from meshpipe.pipeline.local import join_stages
 from meshpipe.pipeline.proposer import proposer_mailbox
 from meshpipe.pipeline.runner import LlamaRunner
@@ -158,9 +158,13 @@ def test_a_proposer_without_room_is_told_when_it_has_some() -> None:
             pass
         async with trio.open_nursery() as nursery:
             nursery.start_soon(following.close)
-            await trio.sleep(1)
+            await trio.sleep(CLOSE_DEADLINE / 2)
             mailbox.take("told", limit=1)
         assert mailbox.take("told")[-1] == CloseSession(1)
+        while mailbox.ref.try_send(CloseSession(7)):
+            pass
+        with trio.fail_after(CLOSE_DEADLINE + 1):
+            await following.close()  # it hangs: nobody waits for it
 
     run(main)
 

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from meshpipe.errors import MeshpipeError
+
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup  # which trio depends on there
 
@@ -17,7 +19,8 @@ async def owned_nursery() -> AsyncIterator[trio.Nursery]:
     """A nursery whose tasks are cancelled when the block ends.
 
     What the block raises is raised from here as it is, not in a group; so is the error of a task that crashed,
-    if nothing else went wrong.
+    if nothing else went wrong. If both did and all are MeshpipeErrors, it is the block's that counts: one cause has
+    often two effects.
     """
     raised: BaseException | None = None
     try:
@@ -32,6 +35,8 @@ async def owned_nursery() -> AsyncIterator[trio.Nursery]:
     except BaseExceptionGroup as group:
         if raised is None:
             raise _only(group) from None
+        if isinstance(raised, MeshpipeError) and group.split(MeshpipeError)[1] is None:
+            raise raised from group
         raise
     if raised is not None:
         raise raised

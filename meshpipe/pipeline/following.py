@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import trio
+
 from meshpipe.actors import Ref
 from meshpipe.errors import ActorGoneError
 from meshpipe.messages import CloseSession, Follow, Hidden, OpenSession, Proposal, Rows
@@ -26,6 +28,9 @@ from meshpipe.speculation.composite import Composite
 from meshpipe.speculation.ledger import Ledger
 from meshpipe.speculation.policy import Pace
 from meshpipe.speculation.worth import Worth
+
+CLOSE_DEADLINE = 1.0
+"""Seconds that a session which has ended waits for a proposer with a full mailbox."""
 
 
 class Following:
@@ -132,8 +137,11 @@ class Following:
             self._known, self._last = end, message
 
     async def close(self) -> None:
-        """The session has ended. Waits for room if need be: a proposer that missed it would keep the session's lane."""
-        with suppress(ActorGoneError):
+        """The session has ended. Waits for room if need be: a proposer that missed it would keep the session's lane.
+
+        But not for long: one that takes nothing any more hangs, and nothing depends on a proposer.
+        """
+        with suppress(ActorGoneError), trio.move_on_after(CLOSE_DEADLINE):
             if not self._send(CloseSession(self._ledger.session)) and not self._gone:
                 await self._proposer.send(CloseSession(self._ledger.session))
 

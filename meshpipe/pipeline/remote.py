@@ -252,9 +252,9 @@ class _Joining:
                     await first.run()
                 except MeshpipeError as failure:
                     error = StageLostError(str(failure))
+                self.lost(0, str(error))  # the first word counts, also while the way is being formed
                 if not up:
                     raise error
-                self.lost(0, str(error))
 
             def return_lost() -> None:
                 self.sink.tell_all(Reroute())

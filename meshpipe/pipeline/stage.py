@@ -480,16 +480,19 @@ class Stage(Actor[StageMessage]):
         return _Known(count, None if self._is_last else self._kept.get(lane, start, start + count))
 
     async def _starts_in_cache(self, queued: _Queued, chosen: Iterable[_Queued]) -> bool:
-        """Rule: no window runs above its lane's cache; of several of one session the first must fit."""
+        """Rule: no window runs above what the cache holds of its session; of several of one session the first must fit.
+
+        A lane's cache may hold more, of a session before: that is not this one's to attend to.
+        """
         session, window = queued.session, queued.window
         first = next(other for other in chosen if other.session is session)
-        have = self._runner.length(session.lane)
-        if first is not queued or window.start <= have:
+        have = min(self._runner.length(session.lane), len(session.tokens))
+        if first is not queued or 0 <= window.start <= have:
             return not queued.is_stale
         await self._fail_session(
             session,
-            f"a window starts at position {window.start}, above the {have} positions in the cache of "
-            f"lane {session.lane}",
+            f"a window starts at position {window.start}, which is not within the {have} positions that the cache of "
+            f"lane {session.lane} holds of this session",
         )
         return False
 
