@@ -207,12 +207,12 @@ def test_schemas_are_bounded() -> None:
         deep = {"type": "array", "items": deep}
     with pytest.raises(UsageError, match="deeper than"):
         json_schema(deep)
-    began = time.process_time()
+    began = time.thread_time()
     with pytest.raises(UsageError, match="may fit both schema 48 and schema 49"):
         json_schema({"oneOf": [{"enum": [[min(k, 48), n] for n in range(500)]} for k in range(50)]})
     with pytest.raises(UsageError, match="too large"):
         json_schema({"type": "string", "pattern": "x" * 2_000_000})
-    assert time.process_time() - began < 5
+    assert time.thread_time() - began < 5
     with pytest.raises(UsageError, match="too large"):
         json_schema({"properties": {f"p{n}": {"type": "string"} for n in range(2000)}})
 
@@ -261,13 +261,12 @@ def test_what_begins_alike_is_one_way(
     state = Grammar(json_schema(schema), vocabulary.pointer, 0)
     tokens = [token for one in begun + end for token in vocabulary.tokenize(one, start=False, special=False)]
     middle = len(begun)
-    began = time.process_time()
     assert len(tokens) == len(begun + end)
     assert state.advance(tokens, middle)
     assert np.isfinite(state.mask(np.zeros(vocabulary.size, np.float32))).any()
     assert state.advance(tokens, len(tokens))
     assert state.allows(max(vocabulary.end_tokens))
-    assert time.process_time() - began < 2
+    assert state._ask(time.thread_time) < 2  # of the thread in which llama.cpp works
     state.close()
 
 

@@ -1,14 +1,21 @@
-"""llama.cpp's contexts: how every one is made here, and how it is freed."""
+"""llama.cpp's contexts: how every one is made here, and how it and its model are freed."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any, TypeVar
 
 import llama_cpp
 
+from meshpipe.llama.grammar import unused
 from meshpipe.llama.options import EngineOptions
 
 Self = TypeVar("Self", bound="Loaded")
+
+log = logging.getLogger("meshpipe.llama")
+
+GRACE = 1.0
+"""Seconds that freeing a model waits for grammars that were given up."""
 
 
 def context_params(*, lanes: int, cells: int, rows: int, threads: int, options: EngineOptions) -> Any:
@@ -29,6 +36,14 @@ def context_params(*, lanes: int, cells: int, rows: int, threads: int, options: 
     return params
 
 
+def free_model(model: Any) -> None:
+    """Frees llama.cpp's model; leaves it in memory if a grammar that was given up still reads its vocabulary."""
+    if unused(llama_cpp.llama_model_get_vocab(model), GRACE):
+        llama_cpp.llama_model_free(model)
+    else:
+        log.warning("a model stays in memory: a grammar that took too long still computes with its vocabulary")
+
+
 class Loaded:
     """Has a context of llama.cpp, and its model where nobody else has; `close`, or leaving a `with`, frees them."""
 
@@ -41,7 +56,7 @@ class Loaded:
             llama_cpp.llama_free(self._context)
             self._context = None
         if self._model:
-            llama_cpp.llama_model_free(self._model)
+            free_model(self._model)
             self._model = None
 
     def __enter__(self: Self) -> Self:

@@ -7,6 +7,7 @@ again where the past has changed, and looks at a token before it takes it.
 
 How long llama.cpp takes depends on the grammar, which a client may have had a hand in, and no call can be ended
 early. So it works in a thread of the grammar's own, and who asks goes on without an answer when that takes too long.
+The thread then ends with the call that it is in, and until it has, nobody may free the vocabulary (`unused`).
 """
 
 from __future__ import annotations
@@ -34,11 +35,23 @@ MAX_LENGTH = 1 << 16
 MAX_NESTING = 64
 """Parentheses within parentheses; llama.cpp parses them by recursion."""
 ALLOWANCE, EACH = 3.0, 0.25
-"""Seconds that a grammar may take in all, and with each token that it has let through."""
+"""Seconds that a grammar may take at once, and with each token that it has let through in the long run."""
 _TICK = 0.25
 _SOME, _MORE = 256, 16  # tokens that are looked at first, and by how many times more then
 
 T = TypeVar("T")
+
+_given_up: dict[threading.Thread, Any] = {}
+"""Threads that nobody waits for any more, and the vocabulary that each may still read."""
+
+
+def unused(vocab: Any, within: float) -> bool:
+    """Waits up to so many seconds for grammars that were given up; whether none of them reads the vocabulary now."""
+    end = time.monotonic() + within
+    threads = [thread for thread, read in _given_up.copy().items() if read == vocab]
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 def check_bounds(grammar: str) -> None:
@@ -82,6 +95,7 @@ class Grammar:
         check_bounds(grammar)
         if llama_cpp.llama_vocab_type(vocab) == 0:
             raise UsageError("a grammar needs the text of tokens: this model's file has no vocabulary")
+        self._vocab = vocab
         self._start = start
         self._waits = waits
         self._allowance = ALLOWANCE  # seconds that are left
@@ -115,7 +129,8 @@ class Grammar:
 
         Where the `enough` largest that are left are all that counts, others may be -inf too.
         """
-        return self._ask(lambda: self._stacks.mask(logits, enough))
+        own = logits.copy()  # they may lie where llama.cpp writes the next ones, and the thread may look at them late
+        return self._ask(lambda: self._stacks.mask(own, enough))
 
     def close(self) -> None:
         """Ends the thread and frees llama.cpp's sampler (when it is done, if it was too slow); safe to call twice."""
@@ -128,7 +143,8 @@ class Grammar:
 
     def _past(self, tokens: Sequence[int], position: int) -> list[int]:
         past = list(tokens[self._start : position])
-        self._allowance += EACH * max(0, len(past) - self._passed)
+        earned = EACH * max(0, len(past) - self._passed)
+        self._allowance = min(ALLOWANCE, self._allowance + earned)  # others wait for the stage meanwhile
         self._passed = max(self._passed, len(past))
         return past
 
@@ -144,30 +160,46 @@ class Grammar:
                 else:
                     self._allowance -= time.perf_counter() - began
                     return answer.unwrap()
-            self._slow = True
+            self._slow = self._stacks.given_up = True
+            _given_up[self._thread] = self._vocab
             self.close()
         raise UsageError(
-            f"the grammar takes too long: more than {ALLOWANCE:g} s, and {EACH:g} s with each token, to say what may "
-            "come next; let fewer alternatives (of anyOf, of optional parts) begin alike, above all within each other"
+            f"the grammar takes too long: more than {ALLOWANCE:g} s at once, or {EACH:g} s with each token, to say what "
+            "may come next; let fewer alternatives (of anyOf, of optional parts) begin alike, above all within each other"
         )
 
     def _answer(self) -> None:
         """In the thread: does what is asked."""
         while (work := self._asked.get()) is not None:
             self._answers.put(outcome.capture(work))
+        _given_up.pop(threading.current_thread(), None)
+
+
+class _GivenUp(Exception):
+    """Nobody waits for the answer."""
 
 
 class _Stacks:
-    """llama.cpp's grammar sampler, after the tokens that it has `_taken`."""
+    """llama.cpp's grammar sampler, after the tokens that it has `_taken`; once `given_up`, it is not called again."""
 
     def __init__(self) -> None:
-        self._sampler: Any = None
+        self.given_up = False
+        self._open: Any = None
         self._taken: list[int] = []
         self._one, self._one_array = candidates(1)
 
+    @property
+    def _sampler(self) -> Any:
+        """Asked for before every call. Raises _GivenUp."""
+        if self.given_up:
+            raise _GivenUp
+        return self._open
+
     def parse(self, grammar: str, vocab: Any) -> bool:
-        self._sampler = llama_cpp.llama_sampler_init_grammar(vocab, grammar.encode(), b"root")
-        return bool(self._sampler)
+        if self.given_up:
+            raise _GivenUp
+        self._open = llama_cpp.llama_sampler_init_grammar(vocab, grammar.encode(), b"root")
+        return bool(self._open)
 
     def advance(self, past: list[int]) -> bool:
         if self._taken != past[: len(self._taken)]:
@@ -207,6 +239,6 @@ class _Stacks:
         return np.ascontiguousarray(room["logit"])
 
     def free(self) -> None:
-        if self._sampler:
-            llama_cpp.llama_sampler_free(self._sampler)
-            self._sampler = None
+        if self._open:
+            llama_cpp.llama_sampler_free(self._open)
+            self._open = None

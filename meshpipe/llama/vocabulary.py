@@ -12,6 +12,7 @@ import llama_cpp
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from meshpipe.errors import ModelError, UsageError
+from meshpipe.llama.context import free_model
 from meshpipe.llama.gguf import read_header
 from meshpipe.llama.options import EngineOptions
 
@@ -117,7 +118,7 @@ class Vocabulary:
     def close(self) -> None:
         """Frees the model; safe to call twice."""
         if self._model:
-            llama_cpp.llama_model_free(self._model)
+            free_model(self._model)
             self._model = None
 
 
