@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshpipe.errors import UsageError
+from meshpipe.llama import intersection as intersecting
 from meshpipe.llama.gbnf import json_object, json_schema, tool_calls
 from meshpipe.llama.grammar import Grammar, check_bounds
 from meshpipe.llama.vocabulary import Vocabulary
@@ -193,6 +194,11 @@ def test_references_and_tuples(vocabulary: Vocabulary) -> None:
         ({"allOf": [{"$ref": "#"}, {}]}, "leads to more than 50 schemas, or to itself"),
         ({"allOf": [{}, 7]}, "allOf at / lists 7"),
         ({"allOf": [{"properties": {"a": {}}, "required": ["a"]}, {"additionalProperties": False}]}, "names 'a'"),
+        ({"allOf": [{"type": "object", "additionalProperties": TEXT}, {"properties": {"x": False}}]},
+         "allOf at /: the property 'x' is forbidden"),
+        ({"allOf": [{"properties": {"x": TEXT}}, {"properties": {"x": False}}]}, "the property 'x' is forbidden"),
+        ({"allOf": [{"properties": {"x": TEXT, "y": TEXT}, "required": ["x"]}, {"properties": {"x": False}}]},
+         "required at / names 'x'"),
         (7, "is 7: it must be an object"),
     ],
 )  # fmt: skip
@@ -215,6 +221,53 @@ def test_schemas_are_bounded() -> None:
     assert time.thread_time() - began < 5
     with pytest.raises(UsageError, match="too large"):
         json_schema({"properties": {f"p{n}": {"type": "string"} for n in range(2000)}})
+
+
+def chain(length: int, width: int) -> dict[str, Any]:
+    """Each schema is `width` times the next."""
+    defs: dict[str, Any] = {
+        f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * width} for n in range(length)
+    }
+    return {**defs, f"d{length}": {}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"$defs": chain(15, 10), "$ref": "#/$defs/d0", "title": "t", "type": "object"}, "led to too many others"),
+        ({"$defs": chain(15, 10), "oneOf": [{"$ref": "#/$defs/d0"}, {"type": "null"}]}, "led to too many others"),
+        ({"allOf": [{"properties": {"a": {"allOf": [{"minLength": n} for n in range(k, k + 40)]}}}
+                    for k in range(0, 2000, 40)]}, "has to fit more than 50 schemas"),
+        ({"allOf": [{"items": {"maxLength": n}} for n in range(51)]}, "has to fit more than 50 schemas"),
+        ({"$defs": {"u": {"anyOf": [{"enum": [f"{k} {n}" for n in range(500)]} for k in range(50)]}},
+          "anyOf": [{"$ref": "#/$defs/u"}, *[{"anyOf": [{"$ref": "#/$defs/u"}]} for _ in range(100)]]},
+         "members and values, written out"),
+        ({"anyOf": [{"enum": [f"{k} {n}" for n in range(500)]} for k in range(100)]}, "and listed values"),
+        ({"anyOf": [{"properties": {f"{k} {n}": TEXT for n in range(2001)}} for k in range(2)]},
+         "properties at /anyOf/0 names 2001"),
+        ({"$defs": {"wide": {"properties": {f"p{n}": TEXT for n in range(1000)}}},
+          "properties": {f"q{n}": {"$ref": "#/$defs/wide", "properties": {f"q{n}": TEXT}} for n in range(1000)}},
+         "properties, branches and listed values"),
+    ],
+)  # fmt: skip
+def test_a_small_schema_that_leads_to_much_is_refused_early(schema: dict[str, Any], words: str) -> None:
+    began = time.thread_time()
+    with pytest.raises(UsageError, match=words):
+        json_schema(schema)
+    assert time.thread_time() - began < 5
+
+
+def test_parts_of_allof_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = []
+    text_of = intersecting._text
+    monkeypatch.setattr(intersecting, "_text", lambda value: texts.append(value) or text_of(value))
+    shared = {"type": "string", "maxLength": 9}
+    many = {"properties": {f"p{n}": {"minLength": n} for n in range(50)}, "additionalProperties": shared}
+    joined = intersecting.intersection(
+        [many, *({"additionalProperties": {"maxLength": n}} for n in range(40))]
+    )
+    assert len(joined["properties"]["p7"]["allOf"]) == 41
+    assert len(texts) == 50 + 41
 
 
 def nested(*branches: Any) -> dict[str, Any]:
@@ -409,6 +462,19 @@ def test_a_model_that_inherits(vocabulary: Vocabulary) -> None:
     assert not matches(vocabulary, grammar, '{"kind":"cat"}')
 
 
+def test_a_forbidden_property_stays_forbidden(vocabulary: Vocabulary) -> None:
+    open_, shut = {"properties": {"x": TEXT}}, {"properties": {"x": False}}
+    for schema in (
+        {"allOf": [open_, {"properties": {"y": TEXT}}, shut]},
+        {"allOf": [shut, {"additionalProperties": TEXT}, {"properties": {"y": TEXT}, "type": "object"}]},
+        {"allOf": [shut, {"additionalProperties": False}]},
+    ):
+        grammar = json_schema(schema)
+        for value in ({}, {"x": "a"}, {"x": "a", "y": "b"}):
+            said = matches(vocabulary, grammar, json.dumps(value))
+            assert said == jsonschema.Draft202012Validator(schema).is_valid(value), (schema, value)
+
+
 def test_tool_calls(vocabulary: Vocabulary) -> None:
     tools = [
         ("look", {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}),
@@ -546,6 +612,22 @@ def test_only_one_of_oneof(vocabulary: Vocabulary) -> None:
         assert matches(vocabulary, grammar, text)
     with pytest.raises(UsageError, match="schema 0 and schema 1"):
         json_schema({"oneOf": [cat, {**dog, "required": []}]})
+
+
+def test_oneof_sees_a_discriminator_that_stands_in_a_base_too(vocabulary: Vocabulary) -> None:
+    base = {"type": "object", "properties": {"kind": TEXT}, "required": ["kind"]}
+    pets = [
+        {"allOf": [{"$ref": "#/$defs/base"}, {"properties": {"kind": {"const": "cat"}}}]},
+        {"$ref": "#/$defs/base", "properties": {"kind": {"enum": ["dog", "wolf"]}}},
+        {"$ref": "#/$defs/bird"},
+    ]
+    bird = {"$ref": "#/$defs/base", "properties": {"kind": {"$ref": "#/$defs/name", "const": "bird"}}}
+    grammar = json_schema({"$defs": {"base": base, "bird": bird, "name": {"type": "string"}}, "oneOf": pets})
+    for kind in ("cat", "dog", "wolf", "bird"):
+        assert matches(vocabulary, grammar, json.dumps({"kind": kind}))
+    assert not matches(vocabulary, grammar, '{"kind":"cow"}')
+    with pytest.raises(UsageError, match="schema 0 and schema 1"):
+        json_schema({"$defs": {"base": base}, "oneOf": [pets[0], {"$ref": "#/$defs/base"}]})
 
 
 def test_formats(vocabulary: Vocabulary) -> None:

@@ -41,7 +41,9 @@ def free_model(model: Any) -> None:
     if unused(llama_cpp.llama_model_get_vocab(model), GRACE):
         llama_cpp.llama_model_free(model)
     else:
-        log.warning("a model stays in memory: a grammar that took too long still computes with its vocabulary")
+        log.warning(
+            "a model stays in memory: a grammar that took too long still computes with its vocabulary"
+        )
 
 
 class Loaded:

@@ -19,8 +19,8 @@ from typing import Any
 from meshpipe.errors import UsageError
 from meshpipe.llama import automata, bounds, patterns
 from meshpipe.llama.intersection import intersection
-from meshpipe.llama.rules import BASE, Rules, literal
-from meshpipe.llama.shapes import Listed, Loop, Row, Shape, Text, resolved
+from meshpipe.llama.rules import BASE, MAX_RULES, Rules, literal
+from meshpipe.llama.shapes import MAX_SIZE, Listed, Loop, Row, Shape, Text, resolved, size
 from meshpipe.llama.ways import read
 from meshpipe.llama.writing import Writer, times
 
@@ -31,6 +31,10 @@ MAX_REPEATS = 500
 """For minItems, maxItems, minLength and maxLength."""
 MAX_BRANCHES = 50
 """Schemas of oneOf, and those that allOf leads to."""
+MAX_LOOKS = 2_000_000
+"""Schemas, properties and values that are looked at for all of `allOf` and `oneOf`: a few seconds."""
+_JOIN = 20
+"""What a schema that is joined counts as."""
 
 _FORMATS = {
     "date": '"\\"" date "\\""',
@@ -118,17 +122,23 @@ class _Walk:
         self._nodes = dict(_GIVEN)
         self._places: dict[str, str] = {}  # of nodes that name others: keyword and path
         self._known: dict[tuple[int, str], str] = {}  # nodes of references, by root and path
-        self._joins: dict[
-            int, tuple[str, Any]
-        ] = {}  # nodes of `allOf`, by the schema's id; it is kept, so as to stay that
+        self._size = self._looks = 0
+        # By the schema's id, with the schema, which is kept so as to stay that: nodes of `allOf`, and what is joined.
+        self._joins: dict[int, tuple[str, Any]] = {}
+        self._wholes: dict[int, tuple[Mapping[str, Any], Any]] = {}
         self._patterns: dict[tuple[str, int, int | None], str] = {}
 
     def node(self, place: str, *parts: Shape | str) -> str:
         """A new node's name; `parts` are its shapes, or nodes whose shapes are its own too."""
         if len(self._nodes) >= MAX_NODES:
             raise UsageError(f"the schema is too large: it has more than {MAX_NODES} schemas inside")
+        self._size += sum(1 if isinstance(part, str) else size(part) for part in parts)
+        if self._size > MAX_SIZE:
+            raise UsageError(
+                f"the schema is too large: it has more than {MAX_SIZE} properties, branches and listed values"
+            )
         name = f"n{len(self._nodes)}"
-        self._nodes[name] = list(parts)
+        self._nodes[name] = list(dict.fromkeys(parts))
         self._places[name] = place
         return name
 
@@ -238,7 +248,7 @@ class _Walk:
                 raise UsageError(f"oneOf at {path or '/'} lists more than {MAX_BRANCHES} schemas")
             whole = [self._whole(schema, path) for schema in schemas]
             for (first, one), (second, other) in combinations(enumerate(whole), 2):
-                if not self._apart(one, other):
+                if not self._apart(one, other, path):
                     raise UsageError(
                         f"oneOf at {path or '/'}: a value may fit both schema {first} and schema {second}, as far as "
                         "is seen here; tell them apart by type, or by a required property with a const, or use anyOf"
@@ -256,7 +266,7 @@ class _Walk:
         if id(schema) not in self._joins:
             name = self.node(f"allOf at {path or '/'}")
             self._joins[id(schema)] = name, schema
-            self._nodes[name].append(self.visit(self._joined(schema, path), path, depth + 1))
+            self._nodes[name].append(self.visit(self._whole(schema, path), path, depth + 1))
         return self._joins[id(schema)][0]
 
     def _only_refers(self, schema: Mapping[str, Any], words: set[str]) -> bool:
@@ -264,6 +274,14 @@ class _Walk:
         return words == {"$ref"} or (
             words == {"$ref", "type"} and self._resolved(schema).get("type") == schema["type"]
         )
+
+    def _look(self, count: int, path: str) -> None:
+        """Counts what is looked at. Raises UsageError if it is too much."""
+        self._looks += count
+        if self._looks > MAX_LOOKS:
+            raise UsageError(
+                f"the schema is too large: at {path or '/'}, allOf and oneOf have led to too many others"
+            )
 
     def _joined(self, schema: Mapping[str, Any], path: str) -> dict[str, Any]:
         """A schema with `allOf` or something beside `$ref` as one without."""
@@ -280,6 +298,7 @@ class _Walk:
             if not isinstance(one, Mapping):
                 raise UsageError(f"allOf at {path or '/'} lists {_brief(one)}: it must list schemas")
             own = {word: value for word, value in one.items() if word not in _SILENT}
+            self._look(_JOIN + sum(len(value) for value in own.values() if isinstance(value, list)), path)
             inner = own.pop("allOf", [])
             if not isinstance(inner, list) or ("allOf" in one and not inner):
                 raise UsageError(f"allOf at {path or '/'} must list schemas")
@@ -287,12 +306,15 @@ class _Walk:
             if "$ref" in own:
                 left.append((self._target(own.pop("$ref"), path), depth + 1))
             plain += [own] if own else []
+        named = [one["properties"] for one in plain if isinstance(one.get("properties"), Mapping)]
+        self._look(sum(map(len, named)) * len(plain), path)
         with _at("allOf", path):
             return intersection(plain)
 
-    def _apart(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    def _apart(self, one: Mapping[str, Any], other: Mapping[str, Any], path: str) -> bool:
         """Whether no value fits both, by their types, their listed values, or those of a required property."""
         mine, theirs = _listed(one), _listed(other)
+        self._look(1 + len(mine or ()) + len(theirs or ()), path)
         if mine is not None and theirs is not None:
             return _disjoint(mine, theirs)
         kinds, others = _kinds(one), _kinds(other)
@@ -300,10 +322,11 @@ class _Walk:
             return True
         if kinds & others != {"object"}:
             return False
-        required = set(_names(one.get("required"))) & set(_names(other.get("required")))
-        for name in required:
-            left, right = (self._resolved(_property(schema, name)) for schema in (one, other))
-            mine, theirs = _listed(left), _listed(right)
+        needed = [_names(schema.get("required")) for schema in (one, other)]
+        self._look(sum(map(len, needed)), path)
+        for name in set(needed[0]) & set(needed[1]):
+            mine, theirs = (_listed(self._whole(_property(schema, name), path)) for schema in (one, other))
+            self._look(len(mine or ()) + len(theirs or ()), path)
             if mine is not None and theirs is not None and _disjoint(mine, theirs):
                 return True
         return False
@@ -317,21 +340,31 @@ class _Walk:
         return schema if isinstance(schema, Mapping) else {}
 
     def _whole(self, schema: Any, path: str) -> Mapping[str, Any]:
-        """The same with the schemas of `allOf` as one."""
-        schema = self._resolved(schema)
-        return self._joined(schema, path) if "allOf" in schema else schema
+        """The same without `allOf` and `$ref`; what is no schema is refused where it is visited."""
+        if not isinstance(schema, Mapping):
+            return {}
+        if not schema.keys() & {"allOf", "$ref"}:
+            return schema
+        if id(schema) not in self._wholes:
+            self._wholes[id(schema)] = self._joined(schema, path), schema
+        return self._wholes[id(schema)][0]
 
     def _object(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, Mapping) or not isinstance(required, list):
             raise UsageError(f"properties at {path or '/'} must be an object, and required a list")
+        if len(properties) > MAX_RULES:  # each will be one at least
+            raise UsageError(
+                f"the schema is too large: properties at {path or '/'} names {len(properties)}, more than {MAX_RULES}"
+            )
         missing = [name for name in required if not isinstance(name, str) or name not in properties]
         if missing:
             raise UsageError(f"required at {path or '/'} names {_brief(missing[0])}, which is no property")
         if not properties:
             return self._map(schema.get("additionalProperties", True), path, depth)
+        needed = set(required)
         members = tuple(
-            (name, self.visit(value, f"{path}/properties/{name}", depth + 1), name in required)
+            (name, self.visit(value, f"{path}/properties/{name}", depth + 1), name in needed)
             for name, value in properties.items()
         )
         return self.node(f"the schema at {path or '/'}", Row("object", members))
@@ -490,16 +523,16 @@ def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
     return schema["enum"] if isinstance(schema.get("enum"), list) else None
 
 
-def _disjoint(some: list[Any], others: list[Any]) -> bool:
-    """Whether no value is in both lists; 1, 1.0 and true count as one."""
-    return {_hashable(value) for value in some}.isdisjoint(map(_hashable, others))
-
-
 def _hashable(value: Any) -> Any:
     """What is equal where JSON values are."""
     if isinstance(value, dict):
         return frozenset((name, _hashable(inner)) for name, inner in value.items())
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+def _disjoint(some: list[Any], others: list[Any]) -> bool:
+    """Whether no value is in both lists; 1, 1.0 and true count as one."""
+    return {_hashable(value) for value in some}.isdisjoint(map(_hashable, others))
 
 
 def _names(required: Any) -> list[str]:

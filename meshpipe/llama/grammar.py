@@ -129,7 +129,7 @@ class Grammar:
 
         Where the `enough` largest that are left are all that counts, others may be -inf too.
         """
-        own = logits.copy()  # they may lie where llama.cpp writes the next ones, and the thread may look at them late
+        own = logits.copy()  # the thread may look when they are llama.cpp's again
         return self._ask(lambda: self._stacks.mask(own, enough))
 
     def close(self) -> None:
@@ -164,8 +164,9 @@ class Grammar:
             _given_up[self._thread] = self._vocab
             self.close()
         raise UsageError(
-            f"the grammar takes too long: more than {ALLOWANCE:g} s at once, or {EACH:g} s with each token, to say what "
-            "may come next; let fewer alternatives (of anyOf, of optional parts) begin alike, above all within each other"
+            f"the grammar takes too long: more than {ALLOWANCE:g} s at once, or {EACH:g} s with each token, to say "
+            "what may come next; let fewer alternatives (of anyOf, of optional parts) begin alike, above all within "
+            "each other"
         )
 
     def _answer(self) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from meshpipe.errors import UsageError
+
+MAX_PARTS = 50
+"""Schemas that one property or the items of an array come to."""
 
 _OBJECT = ("properties", "additionalProperties")
 
@@ -18,35 +21,51 @@ def intersection(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Raises UsageError that names a keyword which cannot be joined. What is wrong with other keywords, or not
     supported, is for who reads the result to say.
     """
-    return reduce(_both, schemas, {})
+    schemas = list(map(_listed, schemas))
+    bare = any("items" in schema and "prefixItems" not in schema for schema in schemas)
+    if bare and any("prefixItems" in schema for schema in schemas):
+        raise UsageError("items of one schema beside prefixItems of another is not supported")
+    said: dict[str, list[Any]] = {}
+    for schema in schemas:
+        for word, value in schema.items():
+            said.setdefault(word, []).append(value)
+    joined = {word: _word(word, values) for word, values in said.items() if word not in _OBJECT}
+    return joined | _members(schemas)
 
 
-def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    one, other = _listed(one), _listed(other)
-    for some, rest in ((one, other), (other, one)):
-        if "prefixItems" in some and "items" in rest and "prefixItems" not in rest:
-            raise UsageError("items of one schema beside prefixItems of another is not supported")
-    joined = {word: value for word, value in (*one.items(), *other.items()) if word not in _OBJECT}
-    for word in (one.keys() & other.keys()) - set(_OBJECT):
-        mine, theirs = one[word], other[word]
-        if not _same(mine, theirs):
-            if word not in _JOINED:
-                raise UsageError(f"{word} differs between its schemas, which is not supported")
-            joined[word] = _JOINED[word](mine, theirs)
-    return joined | _members(one, other)
+def _word(word: str, values: Sequence[Any]) -> Any:
+    """What a keyword says in all of the schemas that have it."""
+    return _Texts().all(values) if word == "items" else reduce(partial(_both, word), values)
 
 
-def _members(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """`properties` and `additionalProperties`: to a property that only one names, what the other says of unnamed."""
-    sides = [(_mapping(schema), schema.get("additionalProperties", True)) for schema in (one, other)]
-    found: dict[str, Any] = {}
-    for name in dict.fromkeys(name for named, _ in sides for name in named):
-        found[name] = _all([named.get(name, unnamed) for named, unnamed in sides])
+def _both(word: str, mine: Any, theirs: Any) -> Any:
+    if _same(mine, theirs):
+        return mine
+    if word not in _JOINED:
+        raise UsageError(f"{word} differs between its schemas, which is not supported")
+    return _JOINED[word](mine, theirs)
+
+
+def _members(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`properties` and `additionalProperties`: to a property that only some name, what the others say of unnamed."""
+    sides = [(_mapping(schema), schema.get("additionalProperties", True)) for schema in schemas]
+    texts = _Texts()
+    found = {
+        name: texts.all([named.get(name, unnamed) for named, unnamed in sides])
+        for name in dict.fromkeys(name for named, _ in sides for name in named)
+    }
+    rest = texts.all([unnamed for _, unnamed in sides])
+    kept = {name: value for name, value in found.items() if value is not False}
+    if rest is not False and not kept and found:  # where some are named, others are not written anyway
+        raise UsageError(
+            f"the property {next(iter(found))!r} is forbidden, and others that are not named are not, which is not "
+            "supported"
+        )
     joined: dict[str, Any] = {}
-    if any("properties" in schema for schema in (one, other)):
-        joined["properties"] = {name: value for name, value in found.items() if value is not False}
-    if any("additionalProperties" in schema for schema in (one, other)):
-        joined["additionalProperties"] = _all([unnamed for _, unnamed in sides])
+    if any("properties" in schema for schema in schemas):
+        joined["properties"] = kept
+    if any("additionalProperties" in schema for schema in schemas):
+        joined["additionalProperties"] = rest
     return joined
 
 
@@ -57,18 +76,31 @@ def _mapping(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return properties
 
 
-def _all(schemas: Sequence[Any]) -> Any:
-    """A schema that says what all of these say."""
-    if any(schema is False for schema in schemas):
-        return False
-    said: list[Any] = []
-    parts = [part for schema in schemas for part in _parts(schema)]
-    for schema in parts:
-        if schema is not True and schema != {} and not any(_same(schema, known) for known in said):
-            said.append(schema)
-    if not said:
-        return True
-    return said[0] if len(said) == 1 else {"allOf": said}
+class _Texts:
+    """Joins schemas by their texts, of which each is made once. They must outlive it."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, str] = {}
+
+    def all(self, schemas: Sequence[Any]) -> Any:
+        """A schema that says what all of these say."""
+        if any(schema is False for schema in schemas):
+            return False
+        said: dict[str, Any] = {}
+        for schema in schemas:
+            parts = _parts(schema)
+            if len(parts) <= MAX_PARTS:
+                said |= {self._text(part): part for part in parts if part is not True and part != {}}
+            if max(len(parts), len(said)) > MAX_PARTS:
+                raise UsageError(f"one value has to fit more than {MAX_PARTS} schemas")
+        if not said:
+            return True
+        return next(iter(said.values())) if len(said) == 1 else {"allOf": list(said.values())}
+
+    def _text(self, schema: Any) -> str:
+        if id(schema) not in self._texts:
+            self._texts[id(schema)] = _text(schema)
+        return self._texts[id(schema)]
 
 
 def _parts(schema: Any) -> list[Any]:
@@ -83,7 +115,7 @@ def _listed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     if "const" not in schema:
         return schema
     rest = {word: value for word, value in schema.items() if word != "const"}
-    return _both(rest, {"enum": [schema["const"]]})
+    return rest | {"enum": _word("enum", [*([rest["enum"]] if "enum" in rest else []), [schema["const"]]])}
 
 
 def _values(mine: Any, theirs: Any) -> list[Any]:
@@ -98,6 +130,8 @@ def _values(mine: Any, theirs: Any) -> list[Any]:
 
 def _types(mine: Any, theirs: Any) -> list[Any]:
     some, others = (value if isinstance(value, list) else [value] for value in (mine, theirs))
+    if max(len(some), len(others)) > MAX_PARTS:
+        raise UsageError("type lists more than there are")
     kept = [kind for kind in some if kind in others or (kind == "integer" and "number" in others)]
     kept += [kind for kind in others if kind == "integer" and "number" in some and kind not in kept]
     if not kept:
@@ -108,7 +142,8 @@ def _types(mine: Any, theirs: Any) -> list[Any]:
 def _names(mine: Any, theirs: Any) -> list[Any]:
     if not isinstance(mine, list) or not isinstance(theirs, list):
         raise UsageError("required must be a list")
-    return [*mine, *(name for name in theirs if name not in mine)]
+    known = {name for name in mine if isinstance(name, str)}
+    return [*mine, *(name for name in theirs if not isinstance(name, str) or name not in known)]
 
 
 def _end(pick: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -125,7 +160,6 @@ _JOINED: dict[str, Callable[[Any, Any], Any]] = {
     "type": _types,
     "enum": _values,
     "required": _names,
-    "items": lambda mine, theirs: _all([mine, theirs]),
     **dict.fromkeys(("minimum", "exclusiveMinimum", "minItems", "minLength"), _end(max)),
     **dict.fromkeys(("maximum", "exclusiveMaximum", "maxItems", "maxLength"), _end(min)),
 }

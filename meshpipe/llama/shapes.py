@@ -16,7 +16,7 @@ from meshpipe.errors import UsageError
 KINDS = ("object", "array", "string", "number", "boolean", "null")
 """What the first character of a value tells apart."""
 MAX_SIZE = 30_000
-"""Members of the shapes of all nodes together."""
+"""Members and listed values of the shapes of all nodes together (`size`)."""
 _ROUNDS = 32
 
 
@@ -115,18 +115,26 @@ def resolved(
     itself has none. Raises UsageError if there is too much of them.
     """
     flat: dict[str, frozenset[Shape]] = {}
-    size = 0
+    total = 0
     for name in given:
-        flat[name] = _joined(_flat(given, name))
-        size += sum(1 + (len(shape.nodes()) if isinstance(shape, (Row, Loop)) else 0) for shape in flat[name])
-        if size > MAX_SIZE:
+        shapes = _flat(given, name)
+        total += sum(map(size, shapes))
+        if total > MAX_SIZE:
             raise UsageError(
-                f"the schema is too large: its unions have more than {MAX_SIZE} members, written out"
+                f"the schema is too large: its unions have more than {MAX_SIZE} members and values, written out"
             )
+        flat[name] = _joined(shapes)
     names = _equals(flat)
     return {
         name: frozenset(_renamed(shape, names) for shape in flat[name]) for name in set(names.values())
     }, names
+
+
+def size(shape: Shape) -> int:
+    """What a shape counts, so as to bound time and memory; a long text as several."""
+    if isinstance(shape, Listed):
+        return sum(1 + len(text) // 100 for text in shape.texts)
+    return 1 + len(shape.nodes()) if isinstance(shape, (Row, Loop)) else 1
 
 
 def kinds(shape: Shape) -> set[str]:
