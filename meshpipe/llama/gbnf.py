@@ -18,12 +18,14 @@ from typing import Any
 
 from meshpipe.errors import UsageError
 from meshpipe.llama import automata, bounds, patterns
-from meshpipe.llama.intersection import intersection
+from meshpipe.llama.intersection import Intersections
 from meshpipe.llama.rules import BASE, MAX_RULES, Rules, literal
 from meshpipe.llama.shapes import MAX_SIZE, Listed, Loop, Row, Shape, Text, resolved, size
 from meshpipe.llama.ways import read
 from meshpipe.llama.writing import Writer, times
 
+MAX_EXTENT = 1 << 19
+"""Values within the schema, and characters of its texts; the grammar may have fewer."""
 MAX_NODES = 2000
 """Schemas within the schema."""
 MAX_DEPTH = 32
@@ -71,6 +73,7 @@ def json_schema(schema: Any) -> str:
 
     Raises UsageError that names the keyword which is not supported or is wrong, and where it stands.
     """
+    _check_extent([schema])
     walk = _Walk(schema)
     root = walk.visit(schema, "", 0)
     return walk.rules.text(walk.write([root])[0])
@@ -84,6 +87,7 @@ def tool_calls(
     `tools` are names and the JSON schemas of their arguments (None: any object). Unless `required`, any text
     that does not begin with the first character of `opening` will do as well. Raises UsageError as `json_schema`.
     """
+    _check_extent([schema for _, schema in tools])
     walk = _Walk(None)
     arguments: dict[str, list[Shape | str]] = {}
     for index, (name, schema) in enumerate(tools):
@@ -123,6 +127,7 @@ class _Walk:
         self._places: dict[str, str] = {}  # of nodes that name others: keyword and path
         self._known: dict[tuple[int, str], str] = {}  # nodes of references, by root and path
         self._size = self._looks = 0
+        self._intersections = Intersections()
         # By the schema's id, with the schema, which is kept so as to stay that: nodes of `allOf`, and what is joined.
         self._joins: dict[int, tuple[str, Any]] = {}
         self._wholes: dict[int, tuple[Mapping[str, Any], Any]] = {}
@@ -309,7 +314,7 @@ class _Walk:
         named = [one["properties"] for one in plain if isinstance(one.get("properties"), Mapping)]
         self._look(sum(map(len, named)) * len(plain), path)
         with _at("allOf", path):
-            return intersection(plain)
+            return self._intersections.of(plain)
 
     def _apart(self, one: Mapping[str, Any], other: Mapping[str, Any], path: str) -> bool:
         """Whether no value fits both, by their types, their listed values, or those of a required property."""
@@ -472,6 +477,21 @@ class _Walk:
         for name, rule in zip(names, found, strict=True):
             self.rules.define(name, rule)
         return self._text("number", whole, path)
+
+
+def _check_extent(schemas: Sequence[Any]) -> None:
+    """Raises UsageError for schemas that are too long to be looked at more closely."""
+    extent, left = 0, list(schemas)
+    while left:
+        one = left.pop()
+        extent += 1 + (len(one) if isinstance(one, str) else 0)
+        if isinstance(one, Mapping):
+            left += one.keys()
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
+        if extent + len(left) > MAX_EXTENT:
+            raise UsageError(f"the schema is too large: more than {MAX_EXTENT} values and characters")
 
 
 def _found(root: Any, target: str) -> Any:

@@ -38,6 +38,7 @@ ALLOWANCE, EACH = 3.0, 0.25
 """Seconds that a grammar may take at once, and with each token that it has let through in the long run."""
 _TICK = 0.25
 _SOME, _MORE = 256, 16  # tokens that are looked at first, and by how many times more then
+_AT_ONCE = 4096  # tokens of one call, before which it is seen whether anybody waits still
 
 T = TypeVar("T")
 
@@ -233,11 +234,14 @@ class _Stacks:
         return self._kept(np.arange(len(logits)), logits)
 
     def _kept(self, ids: npt.NDArray[Any], logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        room, array = candidates(len(ids))
-        room["id"] = ids
-        room["logit"] = logits
-        llama_cpp.llama_sampler_apply(self._sampler, ctypes.byref(array))
-        return np.ascontiguousarray(room["logit"])
+        kept = np.empty(len(ids), np.float32)
+        for start in range(0, len(ids), _AT_ONCE):
+            part = slice(start, start + _AT_ONCE)
+            room, array = candidates(len(ids[part]))
+            room["id"], room["logit"] = ids[part], logits[part]
+            llama_cpp.llama_sampler_apply(self._sampler, ctypes.byref(array))
+            kept[part] = room["logit"]
+        return kept
 
     def free(self) -> None:
         if self._open:

@@ -15,74 +15,64 @@ MAX_PARTS = 50
 _OBJECT = ("properties", "additionalProperties")
 
 
-def intersection(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all of the schemas allow; they refer to no others at their top.
-
-    Raises UsageError that names a keyword which cannot be joined. What is wrong with other keywords, or not
-    supported, is for who reads the result to say.
-    """
-    schemas = list(map(_listed, schemas))
-    bare = any("items" in schema and "prefixItems" not in schema for schema in schemas)
-    if bare and any("prefixItems" in schema for schema in schemas):
-        raise UsageError("items of one schema beside prefixItems of another is not supported")
-    said: dict[str, list[Any]] = {}
-    for schema in schemas:
-        for word, value in schema.items():
-            said.setdefault(word, []).append(value)
-    joined = {word: _word(word, values) for word, values in said.items() if word not in _OBJECT}
-    return joined | _members(schemas)
-
-
-def _word(word: str, values: Sequence[Any]) -> Any:
-    """What a keyword says in all of the schemas that have it."""
-    return _Texts().all(values) if word == "items" else reduce(partial(_both, word), values)
-
-
-def _both(word: str, mine: Any, theirs: Any) -> Any:
-    if _same(mine, theirs):
-        return mine
-    if word not in _JOINED:
-        raise UsageError(f"{word} differs between its schemas, which is not supported")
-    return _JOINED[word](mine, theirs)
-
-
-def _members(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`properties` and `additionalProperties`: to a property that only some name, what the others say of unnamed."""
-    sides = [(_mapping(schema), schema.get("additionalProperties", True)) for schema in schemas]
-    texts = _Texts()
-    found = {
-        name: texts.all([named.get(name, unnamed) for named, unnamed in sides])
-        for name in dict.fromkeys(name for named, _ in sides for name in named)
-    }
-    rest = texts.all([unnamed for _, unnamed in sides])
-    kept = {name: value for name, value in found.items() if value is not False}
-    if rest is not False and not kept and found:  # where some are named, others are not written anyway
-        raise UsageError(
-            f"the property {next(iter(found))!r} is forbidden, and others that are not named are not, which is not "
-            "supported"
-        )
-    joined: dict[str, Any] = {}
-    if any("properties" in schema for schema in schemas):
-        joined["properties"] = kept
-    if any("additionalProperties" in schema for schema in schemas):
-        joined["additionalProperties"] = rest
-    return joined
-
-
-def _mapping(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    properties = schema.get("properties", {})
-    if not isinstance(properties, Mapping):
-        raise UsageError("properties must be an object")
-    return properties
-
-
-class _Texts:
-    """Joins schemas by their texts, of which each is made once. They must outlive it."""
+class Intersections:
+    """Joins schemas. They are compared by their texts, which are remembered: a schema may be joined with many."""
 
     def __init__(self) -> None:
-        self._texts: dict[int, str] = {}
+        self._texts: dict[int, tuple[str, Any]] = {}  # by id, with what has it, so that it stays that
 
-    def all(self, schemas: Sequence[Any]) -> Any:
+    def of(self, schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What all of the schemas allow; they refer to no others at their top.
+
+        Raises UsageError that names a keyword which cannot be joined. What is wrong with other keywords, or not
+        supported, is for who reads the result to say.
+        """
+        bare = any("items" in schema and "prefixItems" not in schema for schema in schemas)
+        if bare and any("prefixItems" in schema for schema in schemas):
+            raise UsageError("items of one schema beside prefixItems of another is not supported")
+        said: dict[str, list[Any]] = {}
+        for schema in schemas:
+            for word, value in schema.items():
+                one = ("enum", [value]) if word == "const" else (word, value)
+                said.setdefault(one[0], []).append(one[1])
+        joined = {word: self._word(word, values) for word, values in said.items() if word not in _OBJECT}
+        return joined | self._members(schemas)
+
+    def _word(self, word: str, values: Sequence[Any]) -> Any:
+        """What a keyword says in all of the schemas that have it."""
+        if word == "items":
+            return self._all(values)
+        return reduce(self._values if word == "enum" else partial(self._both, word), values)
+
+    def _both(self, word: str, mine: Any, theirs: Any) -> Any:
+        if self._text(mine) == self._text(theirs):
+            return mine
+        if word not in _JOINED:
+            raise UsageError(f"{word} differs between its schemas, which is not supported")
+        return _JOINED[word](mine, theirs)
+
+    def _members(self, schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """`properties` and `additionalProperties`: to what only some name, what the others say of unnamed ones."""
+        sides = [(_mapping(schema), schema.get("additionalProperties", True)) for schema in schemas]
+        found = {
+            name: self._all([named.get(name, unnamed) for named, unnamed in sides])
+            for name in dict.fromkeys(name for named, _ in sides for name in named)
+        }
+        rest = self._all([unnamed for _, unnamed in sides])
+        kept = {name: value for name, value in found.items() if value is not False}
+        if rest is not False and found and not kept:  # where some are named, others are not written anyway
+            raise UsageError(
+                f"the property {next(iter(found))!r} is forbidden, and others that are not named are not, which is "
+                "not supported"
+            )
+        joined: dict[str, Any] = {}
+        if any("properties" in schema for schema in schemas):
+            joined["properties"] = kept
+        if any("additionalProperties" in schema for schema in schemas):
+            joined["additionalProperties"] = rest
+        return joined
+
+    def _all(self, schemas: Sequence[Any]) -> Any:
         """A schema that says what all of these say."""
         if any(schema is False for schema in schemas):
             return False
@@ -97,10 +87,33 @@ class _Texts:
             return True
         return next(iter(said.values())) if len(said) == 1 else {"allOf": list(said.values())}
 
-    def _text(self, schema: Any) -> str:
-        if id(schema) not in self._texts:
-            self._texts[id(schema)] = _text(schema)
-        return self._texts[id(schema)]
+    def _values(self, mine: Any, theirs: Any) -> list[Any]:
+        if not isinstance(mine, list) or not isinstance(theirs, list):
+            raise UsageError("enum must list values")
+        others = set(map(self._text, theirs))
+        kept = [value for value in mine if self._text(value) in others]
+        if not kept:
+            raise UsageError("no value is in the enum or const of all its schemas")
+        return kept
+
+    def _text(self, value: Any) -> str:
+        """What is equal for equal JSON values: 1.0 is 1, true is not."""
+        if not isinstance(value, (Mapping, list)):
+            return _dumped(value)
+        if id(value) not in self._texts:
+            self._texts[id(value)] = _dumped(value), value
+        return self._texts[id(value)][0]
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(_plain(value), sort_keys=True, default=repr)
+
+
+def _mapping(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    properties = schema.get("properties", {})
+    if not isinstance(properties, Mapping):
+        raise UsageError("properties must be an object")
+    return properties
 
 
 def _parts(schema: Any) -> list[Any]:
@@ -108,24 +121,6 @@ def _parts(schema: Any) -> list[Any]:
     if isinstance(schema, Mapping) and schema.keys() == {"allOf"} and isinstance(schema["allOf"], list):
         return schema["allOf"] or [schema]
     return [schema]
-
-
-def _listed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same with a const as an enum."""
-    if "const" not in schema:
-        return schema
-    rest = {word: value for word, value in schema.items() if word != "const"}
-    return rest | {"enum": _word("enum", [*([rest["enum"]] if "enum" in rest else []), [schema["const"]]])}
-
-
-def _values(mine: Any, theirs: Any) -> list[Any]:
-    if not isinstance(mine, list) or not isinstance(theirs, list):
-        raise UsageError("enum must list values")
-    others = {_text(value) for value in theirs}
-    kept = [value for value in mine if _text(value) in others]
-    if not kept:
-        raise UsageError("no value is in the enum or const of all its schemas")
-    return kept
 
 
 def _types(mine: Any, theirs: Any) -> list[Any]:
@@ -158,20 +153,10 @@ def _end(pick: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 _JOINED: dict[str, Callable[[Any, Any], Any]] = {
     "type": _types,
-    "enum": _values,
     "required": _names,
     **dict.fromkeys(("minimum", "exclusiveMinimum", "minItems", "minLength"), _end(max)),
     **dict.fromkeys(("maximum", "exclusiveMaximum", "maxItems", "maxLength"), _end(min)),
 }
-
-
-def _same(one: Any, other: Any) -> bool:
-    return _text(one) == _text(other)
-
-
-def _text(value: Any) -> str:
-    """What is equal for equal JSON values: 1.0 is 1, true is not."""
-    return json.dumps(_plain(value), sort_keys=True, default=repr)
 
 
 def _plain(value: Any) -> Any:
