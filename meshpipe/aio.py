@@ -108,6 +108,7 @@ class Generation(Stream):
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
         self._feed = Feed(portal, options, deliver)
+        self._feed.start()
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:

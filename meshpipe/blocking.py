@@ -66,7 +66,13 @@ class Pipeline(Facade):
 
     def run(self, function: Callable[[Coordinator], Awaitable[T]]) -> T:
         """Runs an async function in the pipeline's thread, on trio: for what has no method here."""
-        return _result(self._portal.submit(function))
+        future: Future[T] = Future()
+        try:
+            self._portal.submit(function, future)
+            return _wait(future)
+        except BaseException:
+            future.cancel()
+            raise
 
     def generate(self, prompt: Any = None, **options: Any) -> Generation:
         """Starts a request and returns its output stream; options and errors as of `Coordinator.generate`."""
@@ -92,6 +98,7 @@ class Generation(Stream):
         self._pieces: SimpleQueue[Delivered] = SimpleQueue()
         self._feed = Feed(portal, options, self._pieces.put)
         try:
+            self._feed.start()
             self.prompt_tokens = _wait(self._feed.started)
         except BaseException:
             self.cancel()
@@ -121,11 +128,3 @@ def _wait(future: Future[T]) -> T:
     while not wait((future,), timeout=SIGNALS).done:
         pass
     return future.result()
-
-
-def _result(future: Future[T]) -> T:
-    try:
-        return _wait(future)
-    except BaseException:
-        future.cancel()
-        raise

@@ -71,12 +71,15 @@ class Portal:
             with suppress(trio.RunFinishedError):
                 token.run_sync_soon(self._end)
 
-    def submit(self, function: Callable[[Coordinator], Awaitable[T]]) -> Future[T]:
+    def submit(
+        self, function: Callable[[Coordinator], Awaitable[T]], future: Future[T] | None = None
+    ) -> Future[T]:
         """Runs an async function in the pipeline's thread. Cancelling the future cancels it.
 
-        The future fails with what the function raises, and with StageLostError if the pipeline is closed first.
+        The future fails with what the function raises, and with StageLostError if the pipeline is closed first. Who
+        may be interrupted meanwhile (Ctrl-C) brings one along, to cancel it whenever that happens.
         """
-        future: Future[T] = Future()
+        future = Future() if future is None else future
         scope = trio.CancelScope()
 
         async def work() -> None:
@@ -104,12 +107,16 @@ class Portal:
             _fail(future)
         return future
 
-    def soon(self, function: Callable[[], object]) -> bool:
-        """Calls a function in the pipeline's thread, if that still runs."""
+    def opened_token(self) -> trio.lowlevel.TrioToken:
+        """The way into the pipeline's thread. Raises UsageError before it is open."""
         if self._token is None:
             raise UsageError(NOT_OPEN)
+        return self._token
+
+    def soon(self, function: Callable[[], object]) -> bool:
+        """Calls a function in the pipeline's thread, if that still runs. Raises UsageError if it never did."""
         try:
-            self._token.run_sync_soon(function)
+            self.opened_token().run_sync_soon(function)
         except trio.RunFinishedError:
             return False
         return True
@@ -182,17 +189,23 @@ class Facade:
 class Feed:
     """One request: its pieces, and at last how it ended, are handed to `deliver` in the pipeline's thread.
 
-    `started` has the prompt's tokens once the request is under way.
+    `start` begins it; `started` has the prompt's tokens once the request is under way. Raises UsageError if the
+    pipeline is not open.
     """
 
     def __init__(self, portal: Portal, options: dict[str, Any], deliver: Callable[[Delivered], None]) -> None:
+        portal.opened_token()
         self.started: Future[tuple[int, ...]] = Future()
         self._portal = portal
         self._options = options
         self._deliver = deliver
         self._generation: Generation | None = None
-        self._ended = portal.submit(self._pump)
+        self._ended: Future[None] = Future()
         self._ended.add_done_callback(self._end)
+
+    def start(self) -> None:
+        """Begins the request; once."""
+        self._portal.submit(self._pump, self._ended)
 
     def cancel(self) -> None:
         """Ends the request; what was committed before is still delivered."""
