@@ -77,8 +77,10 @@ class Portal:
         """Runs an async function in the pipeline's thread. Cancelling the future cancels it.
 
         The future fails with what the function raises, and with StageLostError if the pipeline is closed first. Who
-        may be interrupted meanwhile (Ctrl-C) brings one along, to cancel it whenever that happens.
+        may be interrupted meanwhile (Ctrl-C) brings one along, to cancel it whenever that happens. Raises UsageError
+        before the pipeline is open.
         """
+        self.opened_token()  # before anything hangs on the future
         future = Future() if future is None else future
         scope = trio.CancelScope()
 
