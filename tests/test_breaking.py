@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ import trio
 from attrs import evolve
 from determinism import run
 from simulated import COST, VOCABULARY, mixed, periodic, serial, simulated
-from test_remote import descriptors, generate, joined, lanes_free, mesh
+from test_remote import Mesh, descriptors, generate, joined, lanes_free, mesh
 
 from meshpipe import Sampling, Speculation, StagePlace, Topology
+from meshpipe.actors.scope import owned_nursery
 from meshpipe.errors import (
     CapacityError,
     EngineError,
@@ -33,8 +34,10 @@ from meshpipe.llama.vocabulary import Vocabulary
 from meshpipe.messages import (
     CloseSession,
     Hello,
+    OpenReturn,
     OpenSession,
     Proposal,
+    Record,
     Reply,
     SessionFailed,
     SessionOpened,
@@ -49,7 +52,7 @@ from meshpipe.pipeline.runner import Job, Result, SimulatedRunner
 from meshpipe.pipeline.sink import ReturnSink
 from meshpipe.pipeline.stage import Stage
 from meshpipe.pipeline.way import Way
-from meshpipe.wire import OPEN, Address
+from meshpipe.wire import OPEN, Address, Connection, Frame
 from meshpipe.wire.endpoints import connect, connect_link
 
 
@@ -229,6 +232,33 @@ def test_a_window_without_tokens_hurts_nobody_else() -> None:
     run(main)
 
 
+def test_windows_without_end_end_their_session() -> None:
+    """What waits at a stage is bounded also where the peer keeps to no credits; a new epoch counts anew."""
+
+    async def main() -> None:
+        async with lonely() as one:
+            _, heard, say = one.route()
+            say(OpenSession(1, 0))
+            say(OpenSession(2, 1))
+            await trio.sleep(0.1)
+            for epoch in range(2):
+                for number in range(63):
+                    say(Window(1, epoch, number, 0, (1,) * 64, 0))
+                say(Window(2, epoch, 63, 0, (1,) * 63, 0))
+            await trio.sleep(0.01)
+            assert not heard.all(SessionFailed)
+            assert len(one.stage._ready) < 130
+            say(Window(1, 1, 64, 0, (1,) * 64, 0))
+            say(Window(1, 1, 65, 0, (), 0))
+            await trio.sleep(1)
+            (failed,) = heard.all(SessionFailed)
+            assert failed.session == 1
+            assert "epoch 1 has more rows than the 4096 positions of its lane" in failed.reason
+            assert one.stage.lanes_busy == 1
+
+    run(main)
+
+
 def test_tokens_of_any_size_end_a_session_and_no_stage() -> None:
     async def main() -> None:
         async with lonely() as one:
@@ -306,6 +336,69 @@ async def test_two_callers_with_one_name_leave_the_stage_serving() -> None:
         assert "has a route through this stage already" in refused
         async with joined(m.topology) as pipeline:
             await generate(pipeline, [1], 5)
+
+
+@asynccontextmanager
+async def member(m: Mesh) -> AsyncIterator[tuple[Connection, Connection]]:
+    """The data and the control connection of one who may call the only stage of `m`, and reads away what comes."""
+    address = Address.parse(m.topology.stages[0].address)
+    data, control, _ = await connect_link(address, Hello("member", layers=(0, None)), OPEN)
+
+    async def read(connection: Connection) -> None:
+        with suppress(MeshpipeError):
+            while True:
+                await connection.receive()
+
+    async with owned_nursery() as nursery:
+        for connection in (data, control):
+            nursery.start_soon(read, connection)
+        try:
+            yield data, control
+        finally:
+            await data.aclose()
+            await control.aclose()
+
+
+@pytest.mark.parametrize("host", ["a..b", ".a", "a" * 64])
+async def test_a_route_to_what_cannot_be_a_host_ends_no_stage(host: str) -> None:
+    async with mesh(2) as m:
+        first, last = m.topology.stages
+        with pytest.raises(StageLostError, match="cannot reach") as caught:
+            async with joined(Topology((first, StagePlace(f"{host}:7001")))):
+                pass
+        assert caught.value.stage == 1
+        async with joined(Topology((first, evolve(last, standby=(f"{host}:7001",))))) as pipeline:
+            await generate(pipeline, [1], 5)
+
+
+async def test_a_trace_of_numbers_that_it_has_no_room_for_ends_no_stage() -> None:
+    async with mesh(1) as m:
+        async with member(m) as (data, control):
+            await control.send(Frame(Record(on=True)))
+            await control.send(Frame(Window(-(2**63), 2**40, 2**62, 0, (1,), 1)))
+            await control.send(Frame(Record(on=False)))
+            with trio.fail_after(5):
+                while not m.hosts[0].stage.counters.windows_dropped:  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+        async with joined(m.topology) as pipeline:
+            await generate(pipeline, [1], 5)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
+async def test_who_asks_for_return_streams_and_traces_without_end_gets_one_at_a_time() -> None:
+    async with mesh(1) as m, member(m) as (_, control), owned_nursery() as nursery:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, lambda stream: trio.sleep_forever(), [listener])
+        port = listener.socket.getsockname()[1]
+        async with joined(m.topology) as pipeline:
+            await generate(pipeline, [1], 5)
+            tasks, held = trio.lowlevel.current_statistics().tasks_living, descriptors()
+            for _ in range(100):
+                await control.send(Frame(OpenReturn(f"127.0.0.1:{port}")))
+                await control.send(Frame(Record(on=True)))
+            await generate(pipeline, [1], 5)
+            assert descriptors() < held + 120  # 100 of them are the listener's
+            assert trio.lowlevel.current_statistics().tasks_living < tasks + 120  # likewise
 
 
 async def test_a_route_that_is_not_what_was_named_closes_its_connections() -> None:

@@ -42,6 +42,19 @@ async def owned_nursery() -> AsyncIterator[trio.Nursery]:
         raise raised
 
 
+class Latest:
+    """Of those who come one after the other, only the latest goes on."""
+
+    def __init__(self) -> None:
+        self._scope = trio.CancelScope()
+
+    def instead(self) -> trio.CancelScope:
+        """A scope for the next one; that of the one before is cancelled."""
+        self._scope.cancel()
+        self._scope = trio.CancelScope()
+        return self._scope
+
+
 async def run_all(functions: Iterable[Callable[[], Awaitable[object]]]) -> None:
     """Runs the functions at the same time; the first error cancels the others and is raised bare."""
     try:

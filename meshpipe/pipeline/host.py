@@ -18,7 +18,7 @@ import trio
 from attrs import define, field, frozen
 
 from meshpipe.actors import supervise
-from meshpipe.actors.scope import owned_nursery
+from meshpipe.actors.scope import Latest, owned_nursery
 from meshpipe.errors import ActorGoneError, CapacityError, HandshakeError, MeshpipeError, StageLostError
 from meshpipe.messages import (
     WINDOWS,
@@ -54,11 +54,15 @@ log = logging.getLogger("meshpipe.host")
 
 @define(eq=False)
 class WayBack:
-    """Where a stage's words to the coordinator go: the return stream if there is one, else up the link."""
+    """Where a stage's words to the coordinator go: the return stream if there is one, else up the link.
+
+    There is one return stream at a time: whoever opens one takes the place of whoever did before (`streams`).
+    """
 
     relay: Sender
     stream: Sender | None = None
     watch: LinkSpans | None = None
+    streams: Latest = field(factory=Latest)
 
     async def send(self, message: object) -> None:
         """See `Sender.send`."""
@@ -267,10 +271,16 @@ class StageHost:
                 else:
                     nursery.start_soon(self._reverse, hello, back, address)
 
+            answers = Latest()
+
+            async def answer(message: Record) -> None:
+                with answers.instead():
+                    await send_spans(message, hello.stage, recorder, up.ref, down)
+
             async def record(message: Record) -> None:
                 if down is not None:
                     await down.ref.send(message)
-                nursery.start_soon(send_spans, message, hello.stage, recorder, up.ref, down)
+                nursery.start_soon(answer, message)
 
             inlet = _RouteInlet(Inlet(self._mailbox, route), open_return, record)
             try:
@@ -336,46 +346,37 @@ class StageHost:
         if held is None or held.incarnation != call.hello.incarnation:
             raise HandshakeError(f"pipeline {call.hello.pipeline} has no route through this stage")
         await call.accept()
-        link = Link(
-            f"{call.hello.pipeline} return",
-            Nothing(),
-            call.data,
-            accepts=(),
-            conditions=self.conditions,
-            heartbeat=self.heartbeat,
-            watch=held.back.watch,
-        )
-        await self._use(held.back, link)
+        with held.back.streams.instead():
+            await self._use(held.back, call.hello.pipeline, call.data)
 
     async def _reverse(self, hello: Hello, back: WayBack, address: str) -> None:
         """Reverse: this stage opens the return stream to the coordinator."""
-        try:
-            connection, _ = await connect(
-                Address.parse(address),
-                Hello(hello.pipeline, role="return", incarnation=hello.incarnation),
-                self.security,
-                STEADY,
-            )
-        except MeshpipeError as error:
-            log.warning("no reverse return stream to %s: %s", address, error)
-            return
-        try:
-            await self._use(
-                back,
-                Link(
-                    f"{hello.pipeline} return",
-                    Nothing(),
-                    connection,
-                    accepts=(),
-                    conditions=self.conditions,
-                    heartbeat=self.heartbeat,
-                    watch=back.watch,
-                ),
-            )
-        finally:
-            await connection.aclose()
+        with back.streams.instead():
+            try:
+                connection, _ = await connect(
+                    Address.parse(address),
+                    Hello(hello.pipeline, role="return", incarnation=hello.incarnation),
+                    self.security,
+                    STEADY,
+                )
+            except MeshpipeError as error:
+                log.warning("no reverse return stream to %s: %s", address, error)
+                return
+            try:
+                await self._use(back, hello.pipeline, connection)
+            finally:
+                await connection.aclose()
 
-    async def _use(self, back: WayBack, link: Link) -> None:
+    async def _use(self, back: WayBack, pipeline: str, connection: Connection) -> None:
+        link = Link(
+            f"{pipeline} return",
+            Nothing(),
+            connection,
+            accepts=(),
+            conditions=self.conditions,
+            heartbeat=self.heartbeat,
+            watch=back.watch,
+        )
         back.stream = link.ref
         try:
             await link.run()

@@ -72,11 +72,21 @@ class _Session:
     opening: OpenSession
     stale_below: int = 0  # windows of lower epochs are stale
     turn: int = 0  # number of the last job that ran a window of it
+    epoch: int = 0  # the latest that came
+    rows: int = 0  # that came of it
     expected: tuple[int, int, int] | None = None  # last stage: (epoch, position after its last window, pick)
 
     def make_stale(self, epoch: int) -> None:
         """Marks the epoch and all before it as stale."""
         self.stale_below = max(self.stale_below, epoch + 1)
+
+    def count(self, window: Window) -> int:
+        """How many rows of the latest epoch have come with this window."""
+        if window.epoch > self.epoch:
+            self.epoch, self.rows = window.epoch, 0
+        if window.epoch == self.epoch:
+            self.rows += max(1, window.width)
+        return self.rows
 
 
 @frozen(eq=False)
@@ -336,6 +346,11 @@ class Stage(Actor[StageMessage]):
         session = self._sessions.get((route, window.session))
         if session is None:  # refused, failed or closed: what still comes is of no use
             self._count_dropped(route, window, at)
+        elif session.count(window) > (context := self._runner.descriptor.context):
+            # The positions of an epoch are all different: without this, what is `_ready` would have no bound.
+            await self._fail_session(
+                session, f"epoch {window.epoch} has more rows than the {context} positions of its lane"
+            )
         else:
             session.make_stale(window.epoch - 1)  # a Discard may be lost; what is left of them must not run
             self._ready.append(_Queued(session, window, at))

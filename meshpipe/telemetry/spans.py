@@ -195,12 +195,14 @@ _LAYOUT = np.dtype(
     ]
 )  # fmt: skip
 
+_AS_COME = np.dtype([(name, "<f8" if _LAYOUT[name].kind == "f" else "<i8") for name in _LAYOUT.names or ()])
+
 SPAN_BYTES = _LAYOUT.itemsize
 
 
 def pack_spans(spans: Iterable[Span]) -> bytes:
-    """Spans as bytes, `SPAN_BYTES` each."""
-    return np.array(list(spans), _LAYOUT).tobytes()
+    """Spans as bytes, `SPAN_BYTES` each. Numbers of 64 bits, which a peer may have said, lose their upper ones."""
+    return np.array(list(spans), _AS_COME).astype(_LAYOUT).tobytes()
 
 
 def unpack_spans(data: bytes) -> list[Span]:

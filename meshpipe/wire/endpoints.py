@@ -74,7 +74,7 @@ async def connect(
     except trio.TooSlowError:
         failure: MeshpipeError = StageLostError(f"{address} did not answer within {deadline:g} s")
         failure.stage = None if hello.role == "data" and connection is not None else hello.stage
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: it cannot be the name of a host
         failure = StageLostError(f"cannot reach {address}: {_innermost(error)}")
         failure.stage = hello.stage
     except MeshpipeError as error:
