@@ -475,6 +475,32 @@ async def test_blame_falls_on_whom_is_named_else_told_else_on_each_in_turn() -> 
     assert tried == ["aaa", "baa", "bab", "bbb", "bba"]
 
 
+async def test_a_loss_that_is_told_while_the_way_is_formed_is_not_forgotten() -> None:
+    """All stages answer, and yet one has said that it hangs, which it says once. What sessions miss says nothing."""
+    places = [StagePlace("a:0"), StagePlace("a:1", standby=("b:1", "c:1"))]
+    way, tried = Way(), list[str]()
+
+    @asynccontextmanager
+    async def join(attempt: Attempt) -> AsyncIterator[Joined]:
+        tried.append(attempt.places[1].address)
+        if attempt.places[1].address in ("a:1", "b:1"):
+            keeper.lost(1, "a decode hangs")
+            keeper.lost(0, "a later word")
+        assert way.give_up is not None
+        way.give_up("no reply", 0)
+        yield Joined(Sink(), (), 0.0)
+
+    keeper = Failover(way, lambda: places, join)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(keeper.run)
+        assert tried == ["a:1", "b:1", "c:1"]
+        places[1] = StagePlace("a:1", standby=("b:1", "d:1"))
+        keeper.lost(1, "it ended")
+        await way.wait_up(5)
+        assert tried[3:] == ["d:1"]
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_request_that_comes_while_a_stage_is_lost_waits_for_another() -> None:
     async with mesh(2) as m, joined(m.topology, queue_deadline=0.2) as pipeline:
         (held,) = m.hosts[0]._routes.values()

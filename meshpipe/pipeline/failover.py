@@ -8,7 +8,8 @@ serve (`meshpipe.pipeline.fallback`): they are a way like any other, until that 
 
 Which stage gives way is what everything hangs on: blame for the wrong one leaves the dead one where it is. So an error
 names the stage, if it is known which; else it is the one whose loss was told during the attempt; and where nobody
-knows (time ran out), it is each in turn, beginning with the one that was lost.
+knows (time ran out), it is each in turn, beginning with the one that was lost. A loss that is told while the way is
+being formed fails the attempt, even if all stages have answered: it will not be told again.
 
 A broken way is hopeful, so that new requests wait for it, until some stage has been looked for in vain at all of its
 places, and as long as all stages of an attempt have answered, or a fallback is to come.
@@ -150,17 +151,19 @@ class Failover:
         self._caches_elsewhere = False
         self._lost = trio.Event()
         self._suspect = 0
-        self._told: int | None = None  # the stage that was lost first during the attempt at hand
+        self._told: StageLostError | None = None  # the first loss during the attempt at hand
         self._in_vain: Counter[int] = Counter()  # by stage: attempts that failed for it since the way broke
         self._answered = False  # all stages of the attempt at hand
         self._here_to_come = False
-        way.give_up = lambda reason, stage: self.lost(self._suspect if stage is None else stage, reason)
+        way.give_up = self._given_up
         way.hopeful = self._hopeful
 
     def lost(self, stage: int, reason: str) -> None:
         """A stage, or the link to it, is gone; the first word of it counts."""
         if not self.way.up or self.serves_here:
-            self._told = stage if self._told is None else self._told
+            if self._told is None:
+                self._told = StageLostError(f"stage {stage}: {reason}")
+                self._told.stage = stage
             return
         log.warning("stage %d is lost: %s", stage, reason)
         self._suspect = stage
@@ -168,6 +171,11 @@ class Failover:
         self._here_to_come = self._here is not None
         self.way.broke(f"stage {stage}: {reason}")
         self._lost.set()
+
+    def _given_up(self, reason: str, stage: int | None) -> None:
+        """See `Way.give_up`: who waits in vain for what serves here knows nothing of those that are to be joined."""
+        if self.way.up and not self.serves_here:
+            self.lost(self._suspect if stage is None else stage, reason)
 
     def _hopeful(self) -> bool:
         """See `Way.hopeful`."""
@@ -240,8 +248,8 @@ class Failover:
         """The stage for which an attempt has failed; see the top of this file."""
         if error.stage is not None:
             return error.stage
-        if self._told is not None:
-            return self._told
+        if self._told is not None and self._told.stage is not None:
+            return self._told.stage
         suspect, self._suspect = self._suspect, (self._suspect + 1) % self._candidates.stages
         return suspect
 
@@ -259,6 +267,8 @@ class Failover:
             self._answered = True
 
         async with self._join(Attempt(self._candidates.chosen(), patience, incarnation, answered)) as joined:
+            if self._told is not None:
+                raise self._told
             self._check_round_trip(joined, again=known is not None)
             same = False
             if known is not None:
