@@ -386,9 +386,13 @@ async def test_a_trace_of_numbers_that_it_has_no_room_for_ends_no_stage() -> Non
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
 async def test_who_asks_for_return_streams_and_traces_without_end_gets_one_at_a_time() -> None:
+
+    async def says_nothing(stream: trio.SocketStream) -> None:
+        await trio.sleep_forever()
+
     async with mesh(1) as m, member(m) as (_, control), owned_nursery() as nursery:
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        nursery.start_soon(trio.serve_listeners, lambda stream: trio.sleep_forever(), [listener])
+        nursery.start_soon(trio.serve_listeners, says_nothing, [listener])
         port = listener.socket.getsockname()[1]
         async with joined(m.topology) as pipeline:
             await generate(pipeline, [1], 5)
