@@ -11,6 +11,7 @@ from attrs import evolve
 from simulated import FakeVocabulary
 from test_remote import generate, joined, mesh
 
+from meshpipe import StagePlace, Topology
 from meshpipe.errors import HandshakeError, StageLostError, UsageError
 from meshpipe.messages import Hello, Proof
 from meshpipe.pipeline.remote import open_remote
@@ -138,7 +139,25 @@ async def test_a_lock_lets_nothing_else_pass(tmp_path: Path) -> None:
                 pass
         for wrong in ((evolve(first, version="9"),), (evolve(first, model_digest="9"),), (last,)):
             with pytest.raises(HandshakeError, match="the lock has"):
-                check_stage(Lock(wrong, "float32"), pipeline.descriptors[0], None, "float32")
+                check_stage(Lock(wrong, "float32"), pipeline.descriptors[0], 0, None, "float32")
+
+
+async def test_a_standby_that_a_lock_refuses_gives_way_to_the_next() -> None:
+    """Whether the coordinator refuses it by its address or by what it is, or the stage before it does."""
+    async with mesh(2) as m, mesh(2, version="old") as old, mesh(2) as spare:
+        first, last = m.topology.stages
+        others = tuple(at.topology.stages[1].address for at in (old, spare))
+        async with joined(m.topology) as pipeline:
+            places = (first, StagePlace(last.address, standby=others))
+            recorded = make_lock(places, pipeline.descriptors, "float32")
+        stages = recorded.stages
+        partial = evolve(recorded, stages=(stages[0], evolve(stages[1], addresses=others[1:])))
+        for by_coordinator, by_stage in ((recorded, None), (partial, None), (None, partial)):
+            m.hosts[0].lock = by_stage
+            refused = StagePlace(others[0], last.layers, standby=others[1:])
+            async with joined(Topology((first, refused)), lock=by_coordinator) as pipeline:
+                await generate(pipeline, [1], 5)
+                assert [host.routes for host in (old.hosts[1], spare.hosts[1])] == [0, 1]
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"stages": [1], "activation": "a", "protocol": 1}'])

@@ -373,7 +373,7 @@ async def test_a_route_to_what_cannot_be_a_host_ends_no_stage(host: str) -> None
 
 async def test_a_trace_of_numbers_that_it_has_no_room_for_ends_no_stage() -> None:
     async with mesh(1) as m:
-        async with member(m) as (data, control):
+        async with member(m) as (_, control):
             await control.send(Frame(Record(on=True)))
             await control.send(Frame(Window(-(2**63), 2**40, 2**62, 0, (1,), 1)))
             await control.send(Frame(Record(on=False)))

@@ -379,13 +379,16 @@ def test_loopback_needs_nothing(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.7", "example.org"])
-def test_elsewhere_needs_tls_or_a_key_or_insistence(host: str) -> None:
+def test_elsewhere_needs_mutual_tls_or_a_key_or_insistence(host: str) -> None:
     with pytest.raises(UsageError, match="refusing to listen on"):
         check_listen(host, OPEN)
     with pytest.raises(UsageError, match="refusing to listen on"):
         check_listen(host, Security(client=tls().client))
+    with pytest.raises(UsageError, match="refusing to listen on"):
+        check_listen(host, tls())  # which hides what passes, from those who are let in: everybody
     check_listen(host, Security(key=KEY))
-    check_listen(host, tls())
+    check_listen(host, Security(key=KEY, server=tls().server))
+    check_listen(host, tls(mutual=True))
     check_listen(host, OPEN, insecure=True)
 
 

@@ -401,6 +401,8 @@ async def test_a_lost_stage_is_an_error_event_and_then_503() -> None:
                 assert (await client.get(path)).status_code == status
             answer = await client.post("/v1/completions", json=ASK)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stage_lost")
+            assert answer.headers["retry-after"] == "2"
+            assert "its machine burns; no route to the stages for 0.1 s" in answer.json()["error"]["message"]
 
 
 @pytest.mark.slow

@@ -260,7 +260,9 @@ class Configuration:
     listen: str = _setting(
         "stage", Text("HOST:PORT"), "where to listen; port 0: any free one", "127.0.0.1:7001"
     )
-    insecure: bool = _setting("stage", Switch(), "listen to strangers with neither TLS nor a key", False)
+    insecure: bool = _setting(
+        "stage", Switch(), "listen to strangers with neither mutual TLS nor a key", False
+    )
     drain_seconds: float = _setting(
         "stage", Number(0, 1e6), "after SIGTERM, seconds for the sessions that are open", 30.0
     )

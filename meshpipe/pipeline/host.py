@@ -207,7 +207,7 @@ class StageHost:
             )
         if self.lock is not None:
             onward = hello.route[0] if hello.route else None
-            check_stage(self.lock, descriptor, onward, hello.activation)
+            check_stage(self.lock, descriptor, hello.stage, onward, hello.activation)
         is_last = descriptor.layers[1] == descriptor.layer_count
         if is_last and hello.route:
             raise HandshakeError(

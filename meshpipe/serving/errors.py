@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from meshpipe.errors import MeshpipeError, OverloadedError, StageLostError, UsageError
+from meshpipe.pipeline.failover import PAUSES
 
 
 class ApiError(Exception):
@@ -42,7 +43,8 @@ def of_failure(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, StageLostError):
-        return ApiError(503, f"the pipeline is not available: {error}", code="stage_lost")
+        headers = {"Retry-After": f"{PAUSES[1]:.0f}"}  # a lost stage is looked for as often, at least
+        return ApiError(503, f"the pipeline is not available: {error}", code="stage_lost", headers=headers)
     if isinstance(error, OverloadedError):
         return ApiError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"})
     if isinstance(error, UsageError):

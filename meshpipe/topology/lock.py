@@ -8,11 +8,11 @@ refuses to serve other layers, another model or another version, and to go on to
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import asdict, frozen
+from attrs import asdict, define, field, frozen
 
 from meshpipe.errors import HandshakeError, UsageError
 from meshpipe.files import write_whole
@@ -85,51 +85,77 @@ def read_lock(path: str | Path) -> Lock:
 
 def check_places(lock: Lock, places: Sequence[StagePlace], activation: str) -> None:
     """Coordinator, before it connects: whether it goes only where the lock says. Raises HandshakeError."""
-    problems: list[str] = []
-    _compare(problems, "protocol version", lock.protocol, PROTOCOL_VERSION)
-    _compare(problems, "activation type", lock.activation, activation)
-    _compare(problems, "number of stages", len(lock.stages), len(places))
+    problems = _of_all(lock, activation)
+    problems.compare("number of stages", len(lock.stages), len(places))
     for number, (locked, place) in enumerate(zip(lock.stages, places, strict=False)):
         if place.address not in locked.addresses:
-            problems.append(
-                f"stage {number} at {place.address}: the lock has it at {' or '.join(locked.addresses)}"
+            problems.add(
+                f"stage {number} at {place.address}: the lock has it at {' or '.join(locked.addresses)}",
+                number,
             )
-    _refuse(problems)
+    problems.refuse()
 
 
 def check_descriptors(lock: Lock, descriptors: Sequence[StageDescriptor]) -> None:
     """Coordinator, before any traffic: whether the stages are what the lock says. Raises HandshakeError."""
-    problems: list[str] = []
-    _compare(problems, "number of stages", len(lock.stages), len(descriptors))
+    problems = _Problems()
+    problems.compare("number of stages", len(lock.stages), len(descriptors))
     for number, (locked, found) in enumerate(zip(lock.stages, descriptors, strict=False)):
-        _compare(problems, f"layers of stage {number}", locked.layers, found.layers)
-        _compare(problems, f"model digest of stage {number}", locked.model_digest, found.model_digest)
-        _compare(problems, f"version of stage {number}", locked.version, found.version)
-    _refuse(problems)
+        problems.compare(f"layers of stage {number}", locked.layers, found.layers, number)
+        problems.compare(f"model digest of stage {number}", locked.model_digest, found.model_digest, number)
+        problems.compare(f"version of stage {number}", locked.version, found.version, number)
+    problems.refuse()
 
 
-def check_stage(lock: Lock, descriptor: StageDescriptor, onward: str | None, activation: str) -> None:
-    """A stage, at a caller: whether itself, and the next address, are what the lock says. Raises HandshakeError."""
-    problems: list[str] = []
-    _compare(problems, "protocol version", lock.protocol, PROTOCOL_VERSION)
-    _compare(problems, "activation type", lock.activation, activation)
+def check_stage(
+    lock: Lock, descriptor: StageDescriptor, number: int, onward: str | None, activation: str
+) -> None:
+    """A stage, at a caller: whether itself, and the next address, are what the lock says. Raises HandshakeError.
+
+    `number` is the stage's on the caller's route.
+    """
+    problems = _of_all(lock, activation)
     at = next((n for n, locked in enumerate(lock.stages) if locked.layers == descriptor.layers), None)
     if at is None:
-        problems.append(f"layers: the lock has no stage of {descriptor.layers}")
+        problems.add(f"layers: the lock has no stage of {descriptor.layers}", number)
     else:
-        _compare(problems, "model digest", lock.stages[at].model_digest, descriptor.model_digest)
-        _compare(problems, "version", lock.stages[at].version, descriptor.version)
+        problems.compare("model digest", lock.stages[at].model_digest, descriptor.model_digest, number)
+        problems.compare("version", lock.stages[at].version, descriptor.version, number)
         following = lock.stages[at + 1].addresses if at + 1 < len(lock.stages) else ()
         if onward is not None and onward not in following:
-            problems.append(f"next stage at {onward}: the lock has it at {' or '.join(following) or 'none'}")
-    _refuse(problems)
+            problems.add(
+                f"next stage at {onward}: the lock has it at {' or '.join(following) or 'none'}", number + 1
+            )
+    problems.refuse()
 
 
-def _compare(problems: list[str], what: str, locked: object, found: object) -> None:
-    if locked != found:
-        problems.append(f"{what}: the lock has {locked}, found {found}")
+@define
+class _Problems:
+    """What differs from a lock; `stage` is the first stage that it is about, None: it is about all of them."""
+
+    texts: list[str] = field(factory=list)
+    stage: int | None = None
+
+    def add(self, text: str, stage: int | None = None) -> None:
+        self.texts.append(text)
+        self.stage = stage if self.stage is None else self.stage
+
+    def compare(self, what: str, locked: object, found: object, stage: int | None = None) -> None:
+        if locked != found:
+            self.add(f"{what}: the lock has {locked}, found {found}", stage)
+
+    def refuse(self) -> None:
+        """Raises HandshakeError, with the stage, if there are any."""
+        if self.texts:
+            error = HandshakeError(
+                f"{'; '.join(self.texts)}; lock anew with `meshpipe lock` if that is meant to be"
+            )
+            error.stage = self.stage
+            raise error
 
 
-def _refuse(problems: Iterable[str]) -> None:
-    if text := "; ".join(problems):
-        raise HandshakeError(f"{text}; lock anew with `meshpipe lock` if that is meant to be")
+def _of_all(lock: Lock, activation: str) -> _Problems:
+    problems = _Problems()
+    problems.compare("protocol version", lock.protocol, PROTOCOL_VERSION)
+    problems.compare("activation type", lock.activation, activation)
+    return problems

@@ -115,10 +115,12 @@ def is_loopback(host: str) -> bool:
 
 def check_listen(host: str, security: Security, insecure: bool = False) -> None:
     """Refuses to listen where strangers could connect. Raises `UsageError`."""
-    if not (insecure or is_loopback(host) or security.key is not None or security.server is not None):
+    mutual = security.server is not None and security.server.verify_mode == ssl.CERT_REQUIRED
+    if not (insecure or is_loopback(host) or security.key is not None or mutual):
         raise UsageError(
-            f"refusing to listen on {host or 'all interfaces'} with neither TLS nor a shared key: anyone who"
-            " reaches the port could use this machine; give one of them, listen on loopback, or insist (--insecure)"
+            f"refusing to listen on {host or 'all interfaces'} with neither mutual TLS nor a shared key: anyone who"
+            " reaches the port could use this machine; ask callers for a certificate (--tls-cert, --tls-key and "
+            "--tls-ca), give a key, listen on loopback, or insist (--insecure)"
         )
 
 
