@@ -271,16 +271,16 @@ class StageHost:
                 else:
                     nursery.start_soon(self._reverse, hello, back, address)
 
-            answers = Latest()
+            told = Latest()
 
-            async def answer(message: Record) -> None:
-                with answers.instead():
+            async def tell(message: Record) -> None:
+                with told.instead():
                     await send_spans(message, hello.stage, recorder, up.ref, down)
 
             async def record(message: Record) -> None:
                 if down is not None:
                     await down.ref.send(message)
-                nursery.start_soon(answer, message)
+                nursery.start_soon(tell, message)
 
             inlet = _RouteInlet(Inlet(self._mailbox, route), open_return, record)
             try:

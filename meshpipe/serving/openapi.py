@@ -94,8 +94,8 @@ def _operation(
     responses: dict[str, Any] = {"200": {"description": words, "content": content}}
     for status in errors or ():
         responses[str(status)] = {"description": _STATUS[status], "content": _content("ErrorAnswer")}
-    for status in responses.keys() & {"429", "503"}:
-        responses[status]["headers"] = {"Retry-After": {"schema": {"type": "integer"}}}
+    for later in responses.keys() & {"429", "503"}:
+        responses[later]["headers"] = {"Retry-After": {"schema": {"type": "integer"}}}
     return {"operationId": name, "summary": words, "responses": responses}
 
 
