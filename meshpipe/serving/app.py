@@ -31,7 +31,7 @@ from meshpipe.actors.scope import owned_nursery
 from meshpipe.errors import StageLostError
 from meshpipe.pipeline.coordinator import Coordinator
 from meshpipe.serving.answers import Answer, ChatAnswer, Choice, CompletionAnswer, Failed, running
-from meshpipe.serving.errors import ApiError, of_failure, of_validation
+from meshpipe.serving.errors import MANY, ApiError, of_failure, of_validation
 from meshpipe.serving.metrics import CONTENT_TYPE, Metrics
 from meshpipe.serving.openapi import document
 from meshpipe.serving.prompts import Plan, plan_chat, plan_completion
@@ -41,7 +41,10 @@ from meshpipe.speculation.settings import Speculation
 log = logging.getLogger("meshpipe.serving")
 
 MAX_BODY = 16 << 20
-"""Bytes of a request."""
+"""Bytes of a request, at most."""
+LEAST_BODY, BODY_A_TOKEN = 1 << 20, 32
+"""Bytes of a request that are always allowed, and those for each token of the context: no prompt that fits is longer,
+and what does not fit costs the time of all until it is found out."""
 BODY_DEADLINE = 60.0
 """Seconds in which a request's body has to come."""
 
@@ -63,6 +66,11 @@ class Service:
 
     def __attrs_post_init__(self) -> None:
         self.metrics = Metrics(self.pipeline)
+
+    @property
+    def longest_body(self) -> int:
+        """Bytes of a request."""
+        return min(MAX_BODY, LEAST_BODY + BODY_A_TOKEN * self.pipeline.context)
 
     async def plan(self, make: Callable[..., Plan], request: Sampled) -> Plan:
         """In a thread, one at a time: the vocabulary is shared. Raises ApiError."""
@@ -274,9 +282,10 @@ class Endpoint:
     async def _handle(self, request: Request, receive: Receive, send: Send) -> None:
         service = self._service
         service.check_key(request)
-        if int(request.headers.get("content-length", 0)) > MAX_BODY:  # Hypercorn has seen that it is a number
-            raise _too_large()
-        asked = _parsed(self._schema, await _body(receive))
+        most = service.longest_body
+        if int(request.headers.get("content-length", 0)) > most:  # Hypercorn has seen that it is a number
+            raise _too_large(most)
+        asked = _parsed(self._schema, await _body(receive, most))
         service.check_model(asked.model)
         prompts = getattr(asked, "prompt", "")
         several = len(prompts) if isinstance(prompts, list) and not isinstance(prompts[0], int) else 1
@@ -393,8 +402,8 @@ async def _while_connected(receive: Receive) -> AsyncIterator[None]:
         yield
 
 
-async def _body(receive: Receive) -> bytes:
-    """Raises ApiError for one that is too long or too slow, ClientDisconnect if it does not come at all."""
+async def _body(receive: Receive, most: int) -> bytes:
+    """Raises ApiError for one that is longer than `most` bytes or too slow, ClientDisconnect if none comes at all."""
     body = bytearray()
     with trio.move_on_after(BODY_DEADLINE):
         while True:
@@ -402,15 +411,15 @@ async def _body(receive: Receive) -> bytes:
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
             body += message.get("body", b"")
-            if len(body) > MAX_BODY:
-                raise _too_large()
+            if len(body) > most:
+                raise _too_large(most)
             if not message.get("more_body", False):
                 return bytes(body)
     raise ApiError(408, f"the body did not come within {BODY_DEADLINE:g} s.", code="request_timeout")
 
 
-def _too_large() -> ApiError:
-    return ApiError(413, f"the body is larger than {MAX_BODY} bytes.", code="request_too_large")
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {most} bytes.", code="request_too_large")
 
 
 def _parsed(schema: type[Sampled], body: bytes) -> Sampled:
@@ -418,7 +427,7 @@ def _parsed(schema: type[Sampled], body: bytes) -> Sampled:
         return schema.model_validate_json(body)
     except ValidationError as error:
         try:
-            sent = json.loads(body)
+            sent = json.loads(body) if error.error_count() <= MANY else None
         except (ValueError, RecursionError):
             sent = None
         raise of_validation(error, sent) from None

@@ -10,6 +10,9 @@ from pydantic import ValidationError
 from meshpipe.errors import MeshpipeError, OverloadedError, StageLostError, UsageError
 from meshpipe.pipeline.failover import PAUSES
 
+MANY = 1000
+"""Mistakes in one request of which none is told any more: a peer that made a million would be waited for by all."""
+
 
 class ApiError(Exception):
     """What a request is answered with when it fails; `param` names the field that is wrong."""
@@ -56,6 +59,8 @@ def of_failure(error: Exception) -> ApiError:
 
 def of_validation(error: ValidationError, sent: Any) -> ApiError:
     """One thing that is wrong with a request, by the name of its field. `sent` is the parsed body."""
+    if error.error_count() > MANY:
+        return ApiError(400, f"the body has more than {MANY} mistakes.", code="invalid_value")
     found = error.errors(include_url=False, include_context=False, include_input=False)
     # Of a union every branch complains: the one that fits best got furthest, or found its type right.
     first = max(

@@ -26,6 +26,8 @@ INT64 = 2**63
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+"""Millions of them may come: of those that are wrong, one is enough."""
 
 
 class Model(BaseModel):
@@ -98,11 +100,9 @@ class CompletionRequest(Sampled):
 
     prompt: (
         Text
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[
-            list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)
-        ]
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Tokens
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None
