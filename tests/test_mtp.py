@@ -192,6 +192,25 @@ def test_feeding_may_lag_behind_by_as_many_rows_as_are_kept(
         assert len(split.mtp.draft(0, [*split.tokens, 3], DRAFTS)) == DRAFTS
 
 
+def test_a_cache_that_lags_far_behind_begins_again_with_the_last_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mtp_module, "AGAIN", 8)
+    path = write("mimo2", tmp_path)
+    with closing(Split(path, (0, 6))) as split:
+        split.run(0, tiny.tokens(20))
+        split.mtp.draft(0, [*split.tokens, 3], 1)
+        assert split.mtp._lanes[0].base == 1, "an empty one takes all there is"
+        split.run(20, tiny.tokens(9, seed=1))
+        late = split.mtp.draft(0, [*split.tokens, 3], DRAFTS)
+        assert split.mtp._lanes[0].base == 22
+        (rows,) = split.engines[-1].hidden_rows()
+        assert rows is not None
+        with load_mtp(path, context=200) as fresh:
+            fresh.keep(0, 21, rows[1:])
+            assert_same(fresh.draft(0, [*split.tokens, 3], DRAFTS), late)
+
+
 def test_lanes_do_not_disturb_each_other(tmp_path: Path) -> None:
     path = slice_model(write("mimo2", tmp_path), 0, 6, mtp=True, cache=tmp_path / "slices")
     with StageEngine(path, lanes=3, context=100, mtp=True) as engine:

@@ -25,6 +25,7 @@ from simulated import (
     guesser,
     mixed,
     novel,
+    periodic,
     serial,
     simulated,
 )
@@ -121,6 +122,23 @@ def test_it_is_sent_the_rows_of_the_tail_and_of_what_is_confirmed() -> None:
             assert nextn.rows_kept == kept
 
     run(main)
+
+
+def test_where_ngrams_carry_the_text_it_computes_nothing() -> None:
+    def drafted(mode: str) -> int:
+        nextn = SimulatedNextn(periodic(9))
+
+        async def main() -> None:
+            async with simulated(periodic(9), delay=0.1, nextn=nextn) as sim:
+                done = await sim.coordinator.complete(
+                    [at % 9 for at in range(40)], max_tokens=300, speculation=Speculation(mode=mode)
+                )
+                assert done.report.divergences == 0
+
+        run(main)
+        return nextn.drafted
+
+    assert drafted("mtp+ngram") == 0 < drafted("mtp")
 
 
 def test_rows_for_a_proposer_that_is_gone_are_not_kept() -> None:

@@ -51,7 +51,7 @@ class NextnModel(DraftEngine):
         self._mtp.keep(lane, start, rows)
 
     def run(self, jobs: Sequence[DraftJob], seconds: float) -> list[Drafted]:
-        """Feeds what rows have come for, and drafts for those jobs that want some, for about `seconds` each.
+        """Drafts for about `seconds` each, on the rows that have come.
 
         Raises EngineError if llama.cpp fails.
         """
@@ -59,9 +59,6 @@ class NextnModel(DraftEngine):
 
     def _run(self, job: DraftJob, seconds: float) -> Drafted:
         line = job.line[: job.stop]
-        if not job.most:
-            self._mtp.feed(job.lane, line)
-            return Drafted()
         if not self._mtp.can_draft(job.lane, len(line)):
             return Drafted(waits=True)
         until = time.perf_counter() + seconds

@@ -152,6 +152,8 @@ class Following:
     def _limit(self, end: int) -> int:
         """Position below which tokens are wanted."""
         ledger = self._ledger
+        if not ledger.generated:
+            return end  # nothing is sent before the model has spoken
         if self._worth is not None and not self._worth.pays(self._sessions()):
             return end
         sure = self._composite.reach(self._pace.least)

@@ -151,7 +151,7 @@ class Proposer(Actor[Told]):
         ahead = self._sessions.get(message.session)
         if ahead is not None:
             self._engine.keep(ahead.lane, message.start, message.rows)
-            ahead.came(len(message.rows))
+            ahead.came()
 
     @handles(CloseSession)
     async def closed(self, message: CloseSession) -> None:

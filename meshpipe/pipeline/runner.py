@@ -33,7 +33,6 @@ log = logging.getLogger("meshpipe.runner")
 
 LEAST_DRAFT = 0.05
 """A chain of native MTP ends before the guess that makes it less probable than that: it would not be sent."""
-_FEED_FROM = 64  # positions by which MTP may lag behind before it is fed without being asked for drafts
 
 
 @frozen
@@ -250,7 +249,7 @@ class LlamaRunner:
             try:
                 if window.drafts and picks.tokens and not _goes_on(job, picks):
                     drafts = tuple(mtp.draft(job.lane, line, window.drafts, LEAST_DRAFT))
-                elif window.drafts and len(line) - mtp.length(job.lane) > _FEED_FROM:
+                elif window.drafts and not window.wanted:  # prefill, in bulk as it is
                     mtp.feed(job.lane, line)
             except EngineError as error:
                 log.warning("lane %d: no drafts: %s", job.lane, error)

@@ -20,8 +20,6 @@ from meshpipe.messages import Follow
 class DraftJob:
     """Run `tokens` at positions from `start` on; then draft up to `most` tokens after them, if that is not 0.
 
-    Of a proposer that needs hidden rows, one with `most` 0 is to use the rows that have come.
-
     `line` is the whole line (live, to be read only until the job has ended).
     """
 
@@ -43,8 +41,7 @@ class RunAhead:
     """One session on one lane. `context` positions are all that the proposer's engine has room for.
 
     `tokens`: the line by position; `cached`: how many of them the engine's cache holds. Both may be taken over from
-    the session that had the lane before. `rows`: hidden rows that have come since the last job. `waits`: nothing can be
-    drafted before something is told.
+    the session that had the lane before. `waits`: nothing can be drafted before something is told.
     """
 
     session: int
@@ -55,11 +52,7 @@ class RunAhead:
     epoch: int = 0
     line: int = -1
     limit: int = 0
-    rows: int = 0
     waits: bool = False
-
-    ROWS = 64
-    """Hidden rows that are worth a job of their own."""
 
     def follow(self, message: Follow) -> int:
         """Takes the session's word for its line; the position up to which that is what it was.
@@ -85,16 +78,15 @@ class RunAhead:
         self.waits = False
         return holds
 
-    def came(self, rows: int) -> None:
-        """So many hidden rows have come."""
-        self.rows += rows
+    def came(self) -> None:
+        """Hidden rows have come."""
         self.waits = False
 
     def job(self, rows: int) -> DraftJob | None:
         """What to run next, at most `rows` told tokens at a time; None if nothing is to be drafted."""
         known = len(self.tokens)
         most = max(min(self.limit, self.context) - known, 0)
-        if not known or self.waits or not (most or self.rows >= self.ROWS):
+        if not known or self.waits or not most:
             return None
         # The last token is always run, since drafts come from its row; the engine trims its cache to the start.
         self.cached = start = min(self.cached, known - 1)
@@ -107,7 +99,6 @@ class RunAhead:
 
         Appends the drafted tokens that still continue the line, and returns how many these are: the last ones.
         """
-        self.rows = 0
         if self.cached < job.start:  # it differs before the job already
             return 0
         run = (*job.tokens, *drafted[:-1])
