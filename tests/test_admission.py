@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from meshpipe.pipeline.host import StageHost
 from meshpipe.pipeline.route import Arrival, Route, stage_mailbox
 from meshpipe.pipeline.runner import SimulatedRunner
 from meshpipe.serving.errors import of_failure
+from meshpipe.speculation.ngram import NgramProposer
 
 
 async def collect(generation: Any) -> list[int]:
@@ -87,6 +89,29 @@ def test_a_stage_whose_windows_no_frame_carries_is_refused() -> None:
         CapacityError, match="take 128 MiB, and a frame carries at most 64 MiB: set batch to 2048"
     ):
         StageHost(SimulatedRunner(evolve(described, most_rows=4096), novel))
+
+
+def test_a_long_prompt_is_indexed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128,000 tokens take seconds, in which all other sessions, and the links' heartbeats, would stand still."""
+    indexed: list[int] = []
+    extend = NgramProposer.extend
+
+    def counted(self: NgramProposer, tokens: Sequence[int]) -> None:
+        indexed.append(len(tokens))
+        extend(self, tokens)
+
+    monkeypatch.setattr(NgramProposer, "extend", counted)
+
+    async def main() -> None:
+        async with simulated(periodic(), lanes=2) as sim:
+            prompt = [3] * 3000
+            done = await sim.coordinator.complete(prompt, max_tokens=20)
+            assert list(done.tokens) == serial(periodic(), prompt, 20)
+            assert sum(indexed) == 3000 + 20
+            assert max(indexed) <= 256
+            assert done.report.sources["ngram"].accepted
+
+    run(main)
 
 
 class Stuck(Heard):

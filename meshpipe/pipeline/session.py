@@ -61,6 +61,8 @@ from meshpipe.speculation.ngram import NgramProposer
 from meshpipe.speculation.policy import Pace
 from meshpipe.telemetry.spans import COORDINATOR, Cause, Kind, Span
 
+TURN = 256
+"""Tokens of a prompt that are indexed in one turn, some milliseconds: others do not wait for a long one's end."""
 MOST_RESUMES = 5
 """Times that a session begins again without any progress in between: what it asks for may be what hangs the stages."""
 
@@ -135,7 +137,8 @@ class Session(Actor[SessionMessage]):
         try:
             await self._open(self._request.lease.cached)
             await self._refill()  # the prompt is on its way before time is spent on indexing it
-            self._composite.update()
+            while self._composite.index(TURN):
+                await trio.lowlevel.checkpoint()
             while self._ledger.finished is None:
                 await self._refill()
                 self._say_all()

@@ -114,6 +114,14 @@ class Composite:
         self._prefix_start: int | None = None  # position of the first guess that a prefix source gave
         self._seen = 0  # committed tokens that were judged and indexed
 
+    def index(self, most: int) -> bool:
+        """Indexes the next `most` tokens of the prompt, of which nothing was guessed; says whether some are left."""
+        fresh = self._ledger.committed[self._seen : self._seen + most]
+        self._seen += len(fresh)
+        if self._ngram is not None:
+            self._ngram.extend(fresh)
+        return self._seen < self._ledger.frontier
+
     def update(self) -> Verdict:
         """Judge the line by what was committed since, and index that; what became of the guesses."""
         fresh = self._ledger.committed[self._seen :]
