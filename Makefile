@@ -5,6 +5,9 @@ BIN    := $(VENV)/bin
 # No multimodal part; the RPC backend is the peer that the benchmarks measure against.
 export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF -DGGML_RPC=ON
 
+# Stages are processes, and tests start dozens: without bytecode each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test fast lint types bench setup clean
 
 setup: $(VENV)/.ready

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 from contextlib import closing
@@ -27,7 +28,7 @@ from meshpipe.telemetry.spans import Kind
 MODES = ("mtp", "mtp+ngram", "auto")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     stages=st.integers(1, 4),
     mode=st.sampled_from(MODES),
@@ -72,6 +73,7 @@ async def complete(sim: Simulated, mode: str, **options: object) -> Completion:
     return await sim.coordinator.complete([1, 2, 3], max_tokens=300, speculation=speculation)
 
 
+@functools.cache
 def rate(mode: str, delay: float | None, right: float, draft_cost: float = 0.004) -> float:
     async def main() -> float:
         drafter = guesser(novel, right)

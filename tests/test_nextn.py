@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def test_whatever_it_drafts_and_when_the_output_is_serial(ordeal: Ordeal, mode: 
     ordeal.endure(nextn, "nextn", speculation, prompts)
 
 
+@cache
 def rate(speculation: Speculation, right: float = 1.0, delay: float | None = 0.1) -> float:
     """Tokens a second of novel text, where a draft is right with that probability at either place."""
     draft = guesser(novel, right)

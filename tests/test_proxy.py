@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from meshpipe.wire.proxy import main
+
 
 @contextmanager
 def echo() -> Iterator[int]:
@@ -128,16 +130,17 @@ def test_nobody_behind_it_is_a_lost_connection() -> None:
         receive(connection, 1)
 
 
-def test_wrong_arguments_are_named() -> None:
-    for arguments, words in (
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
         (["--to", "nowhere"], "expected an address like"),
         (["--to", "127.0.0.1:1", "--delay-ms", "-5"], "link condition delay is -0.005"),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", "meshpipe.wire.proxy", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=20,
-        )
-        assert done.returncode == 2
-        assert words in done.stderr
+    ],
+)
+def test_wrong_arguments_are_named(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err

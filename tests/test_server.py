@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import random
+import re
 import resource
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -372,7 +373,7 @@ async def test_when_a_client_leaves_no_stage_begins_another_window(
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux's")
 async def test_a_client_that_reads_nothing_is_cut_off() -> None:
     """It stays connected; its request leaves the queue, and the lane was free before."""
-    listener = open_listener("127.0.0.1", 0, send_deadline=0.5)
+    listener = open_listener("127.0.0.1", 0, send_deadline=1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     async with (
         simulated(periodic(), vocabulary=Words(), delay=None, lanes=1, cost=((1, 0.001), (63, 0.002))) as sim,
@@ -381,7 +382,7 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
         with socket.socket() as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             deaf.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
-            body = json.dumps(ASK | {"max_tokens": 2000, "stream": True, "n": 1}).encode()
+            body = json.dumps(ASK | {"max_tokens": 500, "stream": True, "n": 1}).encode()
             head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
             deaf.sendall(head.encode() + body)
             with trio.fail_after(20):
@@ -424,7 +425,8 @@ async def test_a_lost_stage_is_an_error_event_and_then_503() -> None:
             answer = await client.post("/v1/completions", json=ASK)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stage_lost")
             assert answer.headers["retry-after"] == "2"
-            assert "its machine burns; no route to the stages for 0.1" in answer.json()["error"]["message"]
+            message = answer.json()["error"]["message"]
+            assert re.search(r"its machine burns; no route to the stages for 0\.\d+ s", message)
 
 
 @pytest.mark.slow
