@@ -143,6 +143,22 @@ async def test_children_that_cannot_start_again_leave_no_pipe(
         assert len(os.listdir("/proc/self/fd")) <= before + 6  # of one that is being started
 
 
+async def test_no_child_is_started_again_when_all_are_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One was lost a moment before, and another takes its time to end."""
+    monkeypatch.setattr(children, "PAUSES", (0.1, 0.1))
+    starts = tmp_path / "starts"
+    ready = 'echo \'{"address": "a:1"}\'; read line'
+    commands = [["sh", "-c", f"echo >> {starts}; {ready}"], ["sh", "-c", f"{ready}; sleep 0.5"]]
+    async with children.open_children([(0, 1), (1, 2)], commands, 10.0) as running:
+        os.kill(running.pids[0], 9)
+        with trio.fail_after(10):
+            while running._running[0].returncode is None:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+    assert starts.stat().st_size == 1
+
+
 @pytest.mark.slow
 def test_a_stage_without_room_for_its_slice_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     model = tiny.write(tmp_path / "tiny.gguf", "llama")

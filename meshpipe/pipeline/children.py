@@ -84,6 +84,8 @@ class Children:
                     raise
                 log.warning("stage %d: %s", index, error)
             await trio.sleep(pause)
+            if self._closing:
+                return
             pause = min(longest, 2 * pause)
 
     async def _start(self, index: int, nursery: trio.Nursery) -> None:

@@ -216,7 +216,7 @@ class Failover:
         patience = (QUICK if self._candidates.count(self._suspect) > 1 else STEADY) + delay
         pause, longest = PAUSES
         hung: Counter[int] = Counter()
-        here = self._here
+        here, lost = self._here, self.way.reason
         while True:
             began = trio.current_time()
             try:
@@ -224,6 +224,8 @@ class Failover:
             except MeshpipeError as error:
                 stage = self._to_blame(error)
                 log.info("not joined again yet, for stage %d: %s", stage, error)
+                if not self.way.up:
+                    self.way.reason = f"{lost}; looked for anew: {error}"
                 self._candidates.blame(stage)
                 self._in_vain[stage] += 1
                 hung[stage] += trio.current_time() - began >= patience / 2
