@@ -10,14 +10,12 @@ Properties come in the schema's order; properties that it does not name are not 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from decimal import Decimal
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
 from meshpipe.errors import UsageError
-from meshpipe.llama import automata, bounds, patterns
+from meshpipe.llama import automata, bounds, keywords, patterns
 from meshpipe.llama.intersection import Intersections
 from meshpipe.llama.rules import BASE, MAX_RULES, Rules, literal
 from meshpipe.llama.shapes import MAX_SIZE, Listed, Loop, Row, Shape, Text, resolved, size
@@ -29,8 +27,6 @@ MAX_EXTENT = 1 << 19
 MAX_NODES = 2000
 """Schemas within the schema."""
 MAX_DEPTH = 32
-MAX_REPEATS = 500
-"""For minItems, maxItems, minLength and maxLength."""
 MAX_BRANCHES = 50
 """Schemas of oneOf, and those that allOf leads to."""
 MAX_LOOKS = 2_000_000
@@ -50,17 +46,6 @@ _PATTERNS = {
     "ipv4": r"^(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)(\.(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)){3}$",
 }
 """Formats that are patterns; of email and hostname, the usual ones."""
-_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-_SILENT = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions",
-           "deprecated", "readOnly", "writeOnly", "strict"}  # fmt: skip
-"""Keywords that say nothing about the value."""
-_OF_TYPE = {
-    "object": {"properties", "required", "additionalProperties"},
-    "array": {"items", "prefixItems", "minItems", "maxItems"},
-    "string": {"minLength", "maxLength", "format", "pattern"},
-    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
-    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
-}
 
 
 def json_object() -> str:
@@ -172,33 +157,35 @@ class _Walk:
         if schema is True:
             return "value"
         if not isinstance(schema, Mapping):
-            raise UsageError(f"the schema at {path or '/'} is {_brief(schema)}: it must be an object")
-        words = {word for word in schema if word not in _SILENT}
+            raise UsageError(f"the schema at {path or '/'} is {keywords.brief(schema)}: it must be an object")
+        words = {word for word in schema if word not in keywords.SILENT}
         if "allOf" in words or ("$ref" in words and not self._only_refers(schema, words)):
             return self._intersection(schema, words, path, depth)
         if "$ref" in words:
             return self._reference(schema, path, depth)
         for word, kind in (("const", self._const), ("enum", self._enum)):
             if word in words:
-                _only(schema, words, {word, "type"}, path)
+                keywords.only(words, {word, "type"}, path)
                 return kind(schema, path, depth)
         for word in ("anyOf", "oneOf"):
             if word in words:
-                _only(schema, words, {word}, path)
+                keywords.only(words, {word}, path)
                 return self._union(word, schema[word], path, depth)
-        types = schema.get("type", _implied(words))
+        types = schema.get("type", keywords.implied_type(words))
         if isinstance(types, list) and types:
-            _only(schema, words, set().union({"type"}, *(_OF_TYPE.get(str(t), ()) for t in types)), path)
+            keywords.only(
+                words, set().union({"type"}, *(keywords.OF_TYPE.get(str(t), ()) for t in types)), path
+            )
             return self.node(
                 f"type at {path or '/'}", *(self._typed(schema, one, path, depth) for one in types)
             )
-        _only(schema, words, {"type", *_OF_TYPE.get(str(types), ())}, path)
+        keywords.only(words, {"type", *keywords.OF_TYPE.get(str(types), ())}, path)
         return self._typed(schema, types, path, depth)
 
     def _typed(self, schema: Mapping[str, Any], kind: Any, path: str, depth: int) -> str:
         if kind is None:
             return "value"
-        _types_of({"type": kind}, path)
+        keywords.types_of({"type": kind}, path)
         made: dict[str, Callable[[Mapping[str, Any], str, int], str]] = {
             "object": self._object,
             "array": self._array,
@@ -220,11 +207,11 @@ class _Walk:
         """What a reference names."""
         if not isinstance(target, str) or not (target == "#" or target.startswith("#/")):
             raise UsageError(
-                f"$ref at {path or '/'} is {_brief(target)}: only references into the schema, #/…"
+                f"$ref at {path or '/'} is {keywords.brief(target)}: only references into the schema, #/…"
             )
-        found = _found(self.root, target)
+        found = keywords.referred(self.root, target)
         if found is None:
-            raise UsageError(f"$ref at {path or '/'}: there is no {_brief(target)} in the schema")
+            raise UsageError(f"$ref at {path or '/'}: there is no {keywords.brief(target)} in the schema")
         return found
 
     def _const(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
@@ -232,17 +219,17 @@ class _Walk:
 
     def _enum(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
         values = schema["enum"]
-        if not isinstance(values, list) or not 0 < len(values) <= MAX_REPEATS:
-            raise UsageError(f"enum at {path or '/'} must list 1 to {MAX_REPEATS} values")
+        if not isinstance(values, list) or not 0 < len(values) <= keywords.MAX_REPEATS:
+            raise UsageError(f"enum at {path or '/'} must list 1 to {keywords.MAX_REPEATS} values")
         return self._values(schema, "enum", values, path)
 
     def _values(self, schema: Mapping[str, Any], word: str, values: list[Any], path: str) -> str:
         if "type" in schema:
-            types = _types_of(schema, path)
-            values = [value for value in values if any(_is_a(value, kind) for kind in types)]
+            types = keywords.types_of(schema, path)
+            values = [value for value in values if any(keywords.is_a(value, kind) for kind in types)]
             if not values:
                 raise UsageError(f"{word} at {path or '/'} has no value of the type that stands beside it")
-        texts = frozenset(_value(value, path) for value in values)
+        texts = frozenset(keywords.written(value, path) for value in values)
         return self.node(f"{word} at {path or '/'}", Listed(texts))
 
     def _union(self, word: str, schemas: Any, path: str, depth: int) -> str:
@@ -301,8 +288,8 @@ class _Walk:
             if one is True:
                 continue
             if not isinstance(one, Mapping):
-                raise UsageError(f"allOf at {path or '/'} lists {_brief(one)}: it must list schemas")
-            own = {word: value for word, value in one.items() if word not in _SILENT}
+                raise UsageError(f"allOf at {path or '/'} lists {keywords.brief(one)}: it must list schemas")
+            own = {word: value for word, value in one.items() if word not in keywords.SILENT}
             self._look(_JOIN + sum(len(value) for value in own.values() if isinstance(value, list)), path)
             inner = own.pop("allOf", [])
             if not isinstance(inner, list) or ("allOf" in one and not inner):
@@ -313,26 +300,29 @@ class _Walk:
             plain += [own] if own else []
         named = [one["properties"] for one in plain if isinstance(one.get("properties"), Mapping)]
         self._look(sum(map(len, named)) * len(plain), path)
-        with _at("allOf", path):
+        with keywords.named("allOf", path):
             return self._intersections.of(plain)
 
     def _apart(self, one: Mapping[str, Any], other: Mapping[str, Any], path: str) -> bool:
         """Whether no value fits both, by their types, their listed values, or those of a required property."""
-        mine, theirs = _listed(one), _listed(other)
+        mine, theirs = keywords.listed(one), keywords.listed(other)
         self._look(1 + len(mine or ()) + len(theirs or ()), path)
         if mine is not None and theirs is not None:
-            return _disjoint(mine, theirs)
-        kinds, others = _kinds(one), _kinds(other)
+            return keywords.disjoint(mine, theirs)
+        kinds, others = keywords.kinds(one), keywords.kinds(other)
         if not kinds & others:
             return True
         if kinds & others != {"object"}:
             return False
-        needed = [_names(schema.get("required")) for schema in (one, other)]
+        needed = [keywords.required(schema) for schema in (one, other)]
         self._look(sum(map(len, needed)), path)
         for name in set(needed[0]) & set(needed[1]):
-            mine, theirs = (_listed(self._whole(_property(schema, name), path)) for schema in (one, other))
+            mine, theirs = (
+                keywords.listed(self._whole(keywords.property_named(schema, name), path))
+                for schema in (one, other)
+            )
             self._look(len(mine or ()) + len(theirs or ()), path)
-            if mine is not None and theirs is not None and _disjoint(mine, theirs):
+            if mine is not None and theirs is not None and keywords.disjoint(mine, theirs):
                 return True
         return False
 
@@ -341,7 +331,7 @@ class _Walk:
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
                 break
-            schema = _found(self.root, schema["$ref"])
+            schema = keywords.referred(self.root, schema["$ref"])
         return schema if isinstance(schema, Mapping) else {}
 
     def _whole(self, schema: Any, path: str) -> Mapping[str, Any]:
@@ -364,7 +354,9 @@ class _Walk:
             )
         missing = [name for name in required if not isinstance(name, str) or name not in properties]
         if missing:
-            raise UsageError(f"required at {path or '/'} names {_brief(missing[0])}, which is no property")
+            raise UsageError(
+                f"required at {path or '/'} names {keywords.brief(missing[0])}, which is no property"
+            )
         if not properties:
             return self._map(schema.get("additionalProperties", True), path, depth)
         needed = set(required)
@@ -383,7 +375,7 @@ class _Walk:
         return self.node(f"the schema at {path or '/'}", Loop("object", inner))
 
     def _array(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
-        least, most = _bounds(schema, "minItems", "maxItems", path)
+        least, most = keywords.counts(schema, "minItems", "maxItems", path)
         if "prefixItems" in schema:
             items = schema["prefixItems"]
             if (
@@ -406,12 +398,12 @@ class _Walk:
         return self.node(f"the schema at {path or '/'}", Loop("array", item, least, most))
 
     def _string(self, schema: Mapping[str, Any], path: str, depth: int) -> str:
-        least, most = _bounds(schema, "minLength", "maxLength", path)
+        least, most = keywords.counts(schema, "minLength", "maxLength", path)
         if "format" in schema:
             form = str(schema["format"])
             if form not in _FORMATS and form not in _PATTERNS:
                 known = ", ".join((*_FORMATS, *_PATTERNS))
-                raise UsageError(f"format at {path or '/'} is {_brief(form)}: supported are {known}")
+                raise UsageError(f"format at {path or '/'} is {keywords.brief(form)}: supported are {known}")
             if (least, most) != (0, None) or "pattern" in schema:
                 raise UsageError(f"format at {path or '/'} beside a length or a pattern is not supported")
             if form in _FORMATS:
@@ -420,9 +412,9 @@ class _Walk:
         if "pattern" in schema:
             if not isinstance(schema["pattern"], str):
                 raise UsageError(
-                    f"pattern at {path or '/'} is {_brief(schema['pattern'])}: it must be a text"
+                    f"pattern at {path or '/'} is {keywords.brief(schema['pattern'])}: it must be a text"
                 )
-            with _at("pattern", path):
+            with keywords.named("pattern", path):
                 return self._pattern(schema["pattern"], least, most, path)
         if (least, most) == (0, None):
             return "string"
@@ -455,10 +447,10 @@ class _Walk:
         """The rule for numbers that the schema bounds, or `free`, that of all of them."""
         if "multipleOf" in schema:
             return self._multiple(schema, path)
-        low, high = _ends(schema, path)
+        low, high = keywords.ends(schema, path)
         if low is None and high is None:
             return free
-        with _at("minimum and maximum", path):
+        with keywords.named("minimum and maximum", path):
             return self._text("number", between(low or bounds.LOWEST, high or bounds.HIGHEST), path)
 
     def _multiple(self, schema: Mapping[str, Any], path: str) -> str:
@@ -466,11 +458,11 @@ class _Walk:
         if (
             type(modulus) is not int
             or not 0 < modulus <= bounds.MAX_MODULUS
-            or _ends(schema, path) != (None,) * 2
+            or keywords.ends(schema, path) != (None,) * 2
         ):
             raise UsageError(
-                f"multipleOf at {path or '/'} is {_brief(modulus)}: only an integer from 1 to {bounds.MAX_MODULUS} is "
-                "supported, without bounds beside it"
+                f"multipleOf at {path or '/'} is {keywords.brief(modulus)}: "
+                f"only an integer from 1 to {bounds.MAX_MODULUS} is supported, without bounds beside it"
             )
         names = [self.rules.reserve() for _ in range(modulus)]
         found, whole = bounds.multiples(names)
@@ -492,137 +484,3 @@ def _check_extent(schemas: Sequence[Any]) -> None:
             left += one
         if extent + len(left) > MAX_EXTENT:
             raise UsageError(f"the schema is too large: more than {MAX_EXTENT} values and characters")
-
-
-def _found(root: Any, target: str) -> Any:
-    """What a reference `#/…` names, None if there is nothing."""
-    for part in target.split("/")[1:]:
-        part = part.replace("~1", "/").replace("~0", "~")
-        if not isinstance(root, Mapping) or part not in root:
-            return None
-        root = root[part]
-    return root
-
-
-def _types_of(schema: Mapping[str, Any], path: str) -> list[Any]:
-    """The types that `type` names, one at least."""
-    types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    for kind in types or [[]]:
-        if kind not in _TYPES:
-            raise UsageError(
-                f"type at {path or '/'} is {_brief(kind)}: it must be one of {', '.join(_TYPES)}"
-            )
-    return types
-
-
-def _is_a(value: Any, kind: str) -> bool:
-    """Whether a value is of a type, as JSON schema has it: true is no number, 1.0 is an integer."""
-    if kind in ("integer", "number"):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return False
-        return kind == "number" or isinstance(value, int) or value.is_integer()
-    kinds = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
-    return isinstance(value, kinds[kind])
-
-
-def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """The types that values of a schema may have; integers count as numbers."""
-    listed = _listed(schema)
-    if listed is not None:
-        named = {kind for kind in _TYPES if any(_is_a(value, kind) for value in listed)}
-    else:
-        types = schema.get("type", list(_TYPES))
-        named = {str(kind) for kind in (types if isinstance(types, list) else [types])}
-    return {"number" if kind == "integer" else kind for kind in named}
-
-
-def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The values of a schema that lists them."""
-    if "const" in schema:
-        return [schema["const"]]
-    return schema["enum"] if isinstance(schema.get("enum"), list) else None
-
-
-def _hashable(value: Any) -> Any:
-    """What is equal where JSON values are."""
-    if isinstance(value, dict):
-        return frozenset((name, _hashable(inner)) for name, inner in value.items())
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value
-
-
-def _disjoint(some: list[Any], others: list[Any]) -> bool:
-    """Whether no value is in both lists; 1, 1.0 and true count as one."""
-    return {_hashable(value) for value in some}.isdisjoint(map(_hashable, others))
-
-
-def _names(required: Any) -> list[str]:
-    return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
-
-
-def _property(schema: Mapping[str, Any], name: str) -> Any:
-    properties = schema.get("properties")
-    return properties.get(name) if isinstance(properties, Mapping) else None
-
-
-@contextmanager
-def _at(word: str, path: str) -> Iterator[None]:
-    """An error inside says which keyword is meant and where it stands."""
-    try:
-        yield
-    except UsageError as error:
-        raise UsageError(f"{word} at {path or '/'}: {error}") from None
-
-
-def _ends(schema: Mapping[str, Any], path: str) -> tuple[bounds.Bound | None, bounds.Bound | None]:
-    """The narrower of minimum and exclusiveMinimum, and of their counterparts."""
-    found: dict[str, bounds.Bound] = {}
-    for word in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
-        if word not in schema:
-            continue
-        value = schema[word]
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not abs(value) <= bounds.MOST:  # nor NaN
-            raise UsageError(
-                f"{word} at {path or '/'} is {_brief(value)}: it must be a number of at most {bounds.DIGITS} digits "
-                "before the point"
-            )
-        found[word] = bounds.Bound(Decimal(repr(value)), word.startswith("exclusive"))
-    lows = [found[word] for word in ("minimum", "exclusiveMinimum") if word in found]
-    highs = [found[word] for word in ("maximum", "exclusiveMaximum") if word in found]
-    low = max(lows, key=lambda bound: (bound.value, bound.open), default=None)
-    high = min(highs, key=lambda bound: (bound.value, not bound.open), default=None)
-    return low, high
-
-
-def _value(value: Any, path: str) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError):
-        raise UsageError(f"the value {_brief(value)} at {path or '/'} is no JSON") from None
-
-
-def _bounds(schema: Mapping[str, Any], low: str, high: str, path: str) -> tuple[int, int | None]:
-    least, most = schema.get(low, 0), schema.get(high)
-    for word, value in ((low, least), (high, most)):
-        if value is not None and (type(value) is not int or not 0 <= value <= MAX_REPEATS):
-            raise UsageError(
-                f"{word} at {path or '/'} is {_brief(value)}: it must be an integer from 0 to {MAX_REPEATS}"
-            )
-    if most is not None and most < least:
-        raise UsageError(f"{high} at {path or '/'} is {most}, below {low}, {least}")
-    return least, most
-
-
-def _implied(words: set[str]) -> str | None:
-    """The type that the keywords speak of."""
-    return next((kind for kind, known in _OF_TYPE.items() if words & known), None)
-
-
-def _only(schema: Mapping[str, Any], words: set[str], supported: set[str], path: str) -> None:
-    for word in sorted(words - supported):
-        raise UsageError(f"the schema's keyword {_brief(word)} at {path or '/'} is not supported here")
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
