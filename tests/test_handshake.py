@@ -414,7 +414,9 @@ def test_addresses(text: str, address: Address) -> None:
     assert str(address) == text
 
 
-@pytest.mark.parametrize("text", ["", "7000", ":7000", "host:", "host:x", "host:70000", "host:-1", "host:²"])
+@pytest.mark.parametrize(
+    "text", ["", "7000", ":7000", "host:", "host:x", "host:70000", "host:-1", "host:²", "host:" + "1" * 5000]
+)
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(UsageError, match="expected an address like"):
         Address.parse(text)
