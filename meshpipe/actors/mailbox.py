@@ -80,8 +80,10 @@ class _Queue(Generic[M]):
             for item in self.items:
                 (taken if len(taken) < limit and wanted(_bare(item)) else left).append(item)
             self.items = left
-        self.load -= sum(self._weigh(_bare(item)) for item in taken)
-        self._admit_senders()
+        for item in taken:
+            self.load -= self._weigh(_bare(item))
+        if self.senders:
+            self._admit_senders()
         return taken
 
     def _admit_senders(self) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
-from typing import Any
 
 import trio
 from attrs import define, field, frozen
@@ -99,10 +98,9 @@ class _Held:
 
 
 @frozen(eq=False)
-class _RouteInlet:
+class _RouteInlet(Inlet):
     """What comes down a route: for the stage, unless it is about the way back."""
 
-    stage: Inlet
     open_return: Callable[[str], Awaitable[None]]
     record: Callable[[Record], Awaitable[None]]
 
@@ -112,10 +110,7 @@ class _RouteInlet:
         elif isinstance(message, Record):
             await self.record(message)
         else:
-            await self.stage.send(message)
-
-    def try_send(self, message: object) -> bool:
-        return self.stage.try_send(message)
+            await super().send(message)
 
 
 class StageHost:
@@ -232,7 +227,7 @@ class StageHost:
             # The way up exists before anything can come down, and the name is taken before anything is awaited.
             up = Link(
                 f"{name} up",
-                _Later(lambda: inlet),
+                Nothing(),
                 call.data,
                 call.control,
                 accepts=(OpenSession, Window, CloseSession, Discard, OpenReturn, Record, Echo),
@@ -282,7 +277,7 @@ class StageHost:
                     await down.ref.send(message)
                 nursery.start_soon(tell, message)
 
-            inlet = _RouteInlet(Inlet(self._mailbox, route), open_return, record)
+            up.inbox = _RouteInlet(self._mailbox, route, open_return, record)
             try:
                 await call.accept((descriptor, *later))
                 if down is not None:
@@ -407,17 +402,3 @@ def _check_frames(descriptor: StageDescriptor) -> None:
 def _send_room(descriptor: StageDescriptor) -> int:
     """Bytes for the widest windows of two epochs of every lane: a stage that waits for room runs nothing."""
     return send_room(max(16, 2 * descriptor.lanes), descriptor.most_rows, descriptor.n_embd)
-
-
-@frozen(eq=False)
-class _Later:
-    """A link's inbox that is made after the link."""
-
-    inlet: Callable[[], Any]
-
-    async def send(self, message: object) -> None:
-        await self.inlet().send(message)
-
-    def try_send(self, message: object) -> bool:
-        room: bool = self.inlet().try_send(message)
-        return room

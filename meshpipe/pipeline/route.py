@@ -90,20 +90,18 @@ def stage_mailbox(room: int = ROOM) -> Mailbox[StageMessage]:
     Discards are hints and have a queue of their own, so that they are seen before the windows they concern.
     """
 
-    def is_urgent(message: StageMessage) -> bool:
-        return isinstance(message, RouteLost) or isinstance(message.message, (Discard, Echo))
+    def queue(message: StageMessage) -> str:
+        urgent = isinstance(message, RouteLost) or isinstance(message.message, (Discard, Echo))
+        return "control" if urgent else "windows"
 
     def weight(message: StageMessage) -> int:
-        if is_urgent(message):
-            return 1
-        assert isinstance(message, Arrival)
-        window = message.message
-        if not isinstance(window, Window):
-            return _MESSAGE
-        return _MESSAGE + _TOKEN * window.width + (0 if window.rows is None else window.rows.nbytes)
+        window = message.message if isinstance(message, Arrival) else None
+        if isinstance(window, Window):
+            rows = 0 if window.rows is None else window.rows.nbytes
+            return _MESSAGE + _TOKEN * len(window.tokens) + rows
+        return 1 if queue(message) == "control" else _MESSAGE
 
-    bounds = {"control": 1024, "windows": room}
-    return Mailbox(bounds, sort=lambda message: "control" if is_urgent(message) else "windows", weigh=weight)
+    return Mailbox({"control": 1024, "windows": room}, sort=queue, weigh=weight)
 
 
 @frozen
@@ -119,7 +117,7 @@ class Inlet:
 
     def try_send(self, message: object) -> bool:
         """See `Sender.try_send`."""
-        return self.mailbox.ref.try_send(self._arrival(message))
+        return self.mailbox.put_nowait(self._arrival(message))
 
     def _arrival(self, message: object) -> Arrival:
         if not isinstance(message, Downward):

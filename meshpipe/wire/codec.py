@@ -25,6 +25,7 @@ import math
 import types
 import typing
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -118,7 +119,7 @@ class _Kind:
     cls: type
     fields: dict[str, tuple[Encode | None, Decode]]
     required: frozenset[str]
-    defaults: dict[str, object]  # of the fields that need not be there
+    defaults: dict[str, object]  # NOTHING of those that are required
     rows: str | None  # the field that travels as payload
 
 
@@ -187,16 +188,11 @@ def _fields_of(kind: _Kind, message: Any) -> dict[str, Any]:
     """
     fields = {}
     for name, (encoder, _) in kind.fields.items():
-        value = getattr(message, name)
-        if name in kind.required or not _same(value, kind.defaults[name]):
-            fields[name] = value if encoder is None else encoder(value)
+        value, default = getattr(message, name), kind.defaults[name]
+        if value is default or (type(value) is type(default) and value == default):
+            continue
+        fields[name] = value if encoder is None else encoder(value)
     return fields
-
-
-def _same(value: Any, default: Any) -> bool:
-    return value is default or (
-        default is not None and type(value) is type(default) and bool(value == default)
-    )
 
 
 def _values_of(kind: _Kind, fields: dict[Any, Any]) -> dict[str, Any]:
@@ -401,17 +397,16 @@ def _message_codec(cls: type) -> tuple[Encode, Decode]:
             raise _WrongValue(f"the fields of a {cls.__name__}", value)
         return cls(**_values_of(kind, value))
 
-    return (lambda message: _fields_of(kind, message)), decode_message
+    return partial(_fields_of, kind), decode_message
 
 
 def _kind_of(cls: type) -> _Kind:
     hints = typing.get_type_hints(cls)
     fields = {field.name: _codec_of(hints[field.name]) for field in attrs.fields(cls)}
-    defaults = {
-        field.name: field.default for field in attrs.fields(cls) if field.default is not attrs.NOTHING
-    }
+    defaults = {field.name: field.default for field in attrs.fields(cls)}
+    required = frozenset(name for name, default in defaults.items() if default is attrs.NOTHING)
     rows = [name for name, hint in hints.items() if hint == Rows or Rows in typing.get_args(hint)]
-    return _Kind(cls, fields, frozenset(fields.keys() - defaults.keys()), defaults, rows[0] if rows else None)
+    return _Kind(cls, fields, required, defaults, rows[0] if rows else None)
 
 
 _KINDS = {

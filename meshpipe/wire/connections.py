@@ -267,7 +267,7 @@ class SocketConnection(Connection):
             waited = await self._read_ahead(size) or waited
             rows = self._begin + PREFIX_SIZE + prefix.header
             header = bytes(self._ahead[self._begin + PREFIX_SIZE : rows])
-            payload = np.array(self._ahead[rows : self._begin + size], dtype=np.uint8)
+            payload = np.frombuffer(bytearray(self._ahead[rows : self._begin + size]), np.uint8)
             self._begin += size
         else:
             header, payload = await self._receive_large(prefix)
@@ -293,10 +293,14 @@ class SocketConnection(Connection):
             if not self._secure:  # as a rule nothing is there, and to try would be a call in vain
                 await self._wait(writing=False)
                 waited = True
-            came = await self._fill([self._ahead[have:]], at_least=1)
+            try:
+                came = await self._retry(self._socket.recv_into, self._ahead[have:])
+            except OSError as error:
+                raise StageLostError(f"{self.peer} is lost: {error}") from None
             if came == 0:
                 where = "in the middle of a frame" if have else "without saying so"
                 raise StageLostError(f"{self.peer} closed the connection {where}")
+            self.received_at = trio.current_time()
             self._end += came
         return waited
 

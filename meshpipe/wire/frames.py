@@ -42,6 +42,8 @@ class Kind(IntEnum):
     """No more frames in this direction: tells an orderly end from a lost peer."""
 
 
+_KINDS = tuple(Kind)
+
 WINDOW_HEADER, WINDOW_TOKEN = 200, 3
 """Bytes of a window's frame, about: without its tokens and rows, and for each token."""
 
@@ -112,7 +114,7 @@ def parse_prefix(data: bytes | bytearray | memoryview, limits: Limits) -> Prefix
         raise ProtocolError(
             f"the peer sends frames of version {version}, this side of {_VERSION}; run the same meshpipe"
         )
-    if kind >= len(Kind):
+    if kind >= len(_KINDS):
         raise ProtocolError(f"unknown kind of frame: {kind}")
     if header > limits.header:
         raise ProtocolError(
@@ -124,7 +126,7 @@ def parse_prefix(data: bytes | bytearray | memoryview, limits: Limits) -> Prefix
         )
     if header == 0 and payload > 0:
         raise ProtocolError(f"a frame announces {payload} bytes of payload without a header")
-    return Prefix(Kind(kind), number, header, payload)
+    return Prefix(_KINDS[kind], number, header, payload)
 
 
 def unpack(prefix: Prefix, header: bytes, payload: np.ndarray[Any, Any], limits: Limits) -> Frame:

@@ -128,7 +128,7 @@ class _Outbox(Mailbox[Any]):
         self._at_once = at_once
 
     def put_nowait(self, message: Any) -> bool:
-        return (not self.closed and self._at_once(message)) or super().put_nowait(message)
+        return (self._closed is None and self._at_once(message)) or super().put_nowait(message)
 
 
 class Inbox(Protocol):
@@ -155,12 +155,12 @@ class Watch(Protocol):
 
 
 class Link:
-    """One end of a link. Send to `ref`; what comes goes into `inbox`; `run` does the work.
+    """One end of a link. Send to `ref`; what comes goes into `inbox`, and `run` does the work.
 
-    `control` None puts everything on the one connection `data`, control first (a return stream: its frames are
-    small). `bounds` are those of the outbox. `conditions` are suffered by what this end sends, on each
-    connection. A message that is none of `accepts`, or a question where `inbox` is no `Ref`, is a
-    `ProtocolError`. `heartbeat` None sends none and never finds the peer silent. `watch` is told what is sent.
+    `inbox` may be replaced before `run` begins. `control` None puts everything on the one connection `data`, control
+    first (a return stream: its frames are small). `bounds` are those of the outbox. `conditions` are suffered by what
+    this end sends, on each connection. A message that is none of `accepts`, or a question where `inbox` is no `Ref`, is
+    a `ProtocolError`. `heartbeat` None sends none and never finds the peer silent. `watch` is told what is sent.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Link:
     ) -> None:
         self.name = name
         self.traffic = Traffic()
-        self._inbox = inbox
+        self.inbox = inbox
         self._accepts = accepts
         self._outbox = _Outbox(bounds, self._send_at_once)
         self.ref: Ref[Any] = self._outbox.ref
@@ -415,15 +415,15 @@ class Link:
             raise ProtocolError(f"{type(message).__name__} belongs to the handshake, which is over")
         elif not isinstance(message, self._accepts):
             raise ProtocolError(f"{type(message).__name__} is not accepted from this side")
-        elif frame.kind is Kind.ASK and not isinstance(self._inbox, Ref):
+        elif frame.kind is Kind.ASK and not isinstance(self.inbox, Ref):
             raise ProtocolError(f"{type(message).__name__} wants an answer, which is not given here")
         elif frame.kind is Kind.ASK:
             number = frame.number
-            await self._inbox.send(
+            await self.inbox.send(
                 Ask(message, lambda value, failure: self._answer(_Answer(number, value, failure)))
             )
-        elif not isinstance(message, (Window, Reply)) or not self._inbox.try_send(message):
-            await self._inbox.send(message)  # gives up the turn, which receiving the frame has done already
+        elif not isinstance(message, (Window, Reply)) or not self.inbox.try_send(message):
+            await self.inbox.send(message)  # gives up the turn, which receiving the frame has done already
 
     async def _watch(self, heartbeat: Heartbeat) -> None:
         ping_at = trio.current_time()
