@@ -130,6 +130,11 @@ class Window:
         """The position after the last token."""
         return self.start + len(self.tokens)
 
+    def onward(self, rows: Rows, timings: tuple[Timing, ...]) -> Window:
+        """The window as it leaves a stage that is not the last: with what it made of the rows."""
+        session, epoch, number, start = self.session, self.epoch, self.number, self.start
+        return Window(session, epoch, number, start, self.tokens, self.wanted, rows, timings, self.drafts)
+
 
 TokenLogprobs = tuple[tuple[int, float], ...]
 """(token, log-probability) of a pick, then of the most likely tokens at its position, best first."""

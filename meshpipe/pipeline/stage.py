@@ -461,10 +461,11 @@ class Stage(Actor[StageMessage]):
     async def _decode(self, jobs: Sequence[Job]) -> list[Result] | MeshpipeError | None:
         """The results, or what went wrong; None if it was aborted."""
         began = trio.current_time()
-        drafts = sum(job.window.drafts for job in jobs)
-        self.watchdog.began(
-            sum(job.window.width for job in jobs), drafts * self._runner.descriptor.draft_cost
-        )
+        rows = drafts = 0
+        for job in jobs:
+            rows += job.window.width
+            drafts += job.window.drafts
+        self.watchdog.began(rows, drafts * self._runner.descriptor.draft_cost)
         try:
             return await self._runner.run(jobs)
         except Aborted:
@@ -522,15 +523,14 @@ class Stage(Actor[StageMessage]):
                 await self._fail_session(queued.session, str(problem), wrong=isinstance(problem, UsageError))
 
     def _whole(self, queued: _Queued, known: _Known, computed: Iterator[Result]) -> Result:
-        """A window's result: what is known, and the next of `computed` if that is not all; keeps the latter."""
+        """A window's result: what is known, and the next of `computed` if that is not all."""
         window = queued.window
         if known.is_all_of(window):
             return Picks(()) if known.rows is None else known.rows
         result = next(computed)
-        if isinstance(result, Picks):
+        if isinstance(result, Picks) or known.rows is None:
             return result
-        self._kept.put(queued.session.lane, window.start + known.count, result)
-        return result if known.rows is None else np.concatenate([known.rows, result])
+        return np.concatenate([known.rows, result])
 
     async def _deliver(
         self,
@@ -570,8 +570,7 @@ class Stage(Actor[StageMessage]):
             if not self._is_last:
                 assert session.route.downstream is not None
                 assert not isinstance(result, Picks)
-                onward = evolve(window, rows=result, timings=timings)
-                await self._send(session.route.downstream, onward)
+                await self._send(session.route.downstream, window.onward(result, timings))
             elif window.wanted:
                 assert isinstance(result, Picks)
                 first = window.stop - window.wanted
@@ -592,6 +591,14 @@ class Stage(Actor[StageMessage]):
                 assert isinstance(result, Picks)
                 progress = Progress(session.number, window.number, window.stop, result.hidden)
                 await self._send(session.route.back, progress)
+        self._keep(runnable, heads, results)
+
+    def _keep(self, runnable: list[_Queued], heads: list[_Known], results: list[Result]) -> None:
+        """Keeps what was computed, once it is on its way."""
+        for queued, known, result in zip(runnable, heads, results, strict=True):
+            if not isinstance(result, Picks) and not known.is_all_of(queued.window):
+                start = queued.window.start + known.count
+                self._kept.put(queued.session.lane, start, result[known.count :])
 
     def _note_picks(self, session: _Session, window: Window, first: int, picks: tuple[int, ...]) -> None:
         """Last stage: a pick that differs from what was dispatched makes the rest of the epoch stale."""
