@@ -223,6 +223,8 @@ class Pace:
         if not survival:
             return 0
         mandatory = not self._in_flight
+        if mandatory and len(survival) == 1:
+            return 1  # without guesses there is nothing to choose
         width = self._best_width(survival) if self.width == "auto" else min(self.width, len(survival))
         if mandatory:
             return max(1, width)
