@@ -55,7 +55,7 @@ def a_lock(_trace: Trace, path: Path) -> None:
     [(write_trace, "a.json"), (write_html, "a.html"), (write_plot, "a.png"), (a_lock, "a.lock")],
 )
 async def test_what_was_there_stays_when_a_disk_becomes_full(
-    write: Callable[[Trace, Path], None], name: str, tmp_path: Path
+    write: Callable[[Trace, Path], None], name: str, tmp_path: Path, autojump_clock: object
 ) -> None:
     trace, path = await golden(), tmp_path / name
     for there in (False, True):
@@ -69,7 +69,9 @@ async def test_what_was_there_stays_when_a_disk_becomes_full(
     assert len(path.read_bytes()) > 100
 
 
-async def test_a_trace_to_a_full_device_is_an_error_and_leaves_the_device(tmp_path: Path) -> None:
+async def test_a_trace_to_a_full_device_is_an_error_and_leaves_the_device(
+    tmp_path: Path, autojump_clock: object
+) -> None:
     trace = await golden()
     with pytest.raises(UsageError, match=r"cannot write the trace to /dev/full: .*No space left"):
         write_trace(trace, "/dev/full")
