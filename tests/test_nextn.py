@@ -86,8 +86,8 @@ def rate(speculation: Speculation, right: float = 1.0, delay: float | None = 0.1
 
     async def main() -> float:
         async with simulated(novel, delay=delay, drafter=draft, nextn=SimulatedNextn(told)) as sim:
-            done = await sim.coordinator.complete([1, 2, 3], max_tokens=300, speculation=speculation)
-            assert list(done.tokens) == serial(novel, [1, 2, 3], 300)
+            done = await sim.coordinator.complete([1, 2, 3], max_tokens=200, speculation=speculation)
+            assert list(done.tokens) == serial(novel, [1, 2, 3], 200)
             assert done.report.decode_tps is not None
             return done.report.decode_tps
 
