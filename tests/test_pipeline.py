@@ -181,22 +181,44 @@ def test_foretold_text_leaves_others_their_turns(delay: float, slower: float) ->
     assert gaps[len(gaps) * 99 // 100] <= slower * usual[len(usual) * 99 // 100] + 1e-9
 
 
-def test_a_long_prompt_stalls_others_by_one_chunk_at_most() -> None:
-    async def worst_gap(bomb: bool) -> float:
-        async with simulated(novel, delay=0.02, context=9000) as sim:
-            last = trio.current_time()
-            worst, count = 0.0, 0
-            async for _ in sim.coordinator.generate([1], max_tokens=150, speculation=OFF):
-                now = trio.current_time()
-                worst, last, count = max(worst, now - last), now, count + 1
-                if bomb and count == 20:
-                    big = sim.coordinator.generate([7] * 8000, max_tokens=1)
-            if bomb:
-                big.cancel()
-            return worst
+@pytest.mark.parametrize(("speakers", "bombs"), [(1, 1), (6, 3)])
+@pytest.mark.parametrize("delay", [0.0, 0.02])
+def test_long_prompts_stall_others_by_one_chunk_at_most(speakers: int, bombs: int, delay: float) -> None:
+    """However many prompts there are, and whether or not the others' windows can share a decode."""
+
+    async def gaps() -> tuple[float, float]:
+        """The longest of what the speakers say, and how long a short prompt takes that comes after the long ones."""
+        commits: list[list[float]] = [[] for _ in range(speakers)]
+
+        async def speak(number: int) -> None:
+            async for _ in sim.coordinator.generate([number], max_tokens=800, speculation=OFF):
+                commits[number].append(trio.current_time())
+
+        async with (
+            simulated(novel, delay=delay, context=9000, lanes=2 * speakers + bombs + 1) as sim,
+            trio.open_nursery() as nursery,
+        ):
+            for number in range(speakers):
+                nursery.start_soon(speak, number)
+                await trio.sleep(0.1)
+                # Only what is in neighbouring lanes may share a decode.
+                await sim.coordinator.lanes.lease((), reuse=False)
+            await trio.sleep(1)
+            began = trio.current_time()
+            long = [sim.coordinator.generate([7] * 8000, max_tokens=1) for _ in range(bombs)]
+            await trio.sleep(1)
+            short = await sim.coordinator.complete([8] * 40, max_tokens=1)
+            await trio.sleep(3)
+            assert all(generation.report is None for generation in long)  # they are still at their prompts
+            nursery.cancel_scope.cancel()
+        longest = max(b - a for times in commits for a, b in pairwise(times) if b >= began)
+        return longest, short.report.ttft
 
     chunk = 0.25  # seconds that a stage takes for 63 rows
-    assert run(worst_gap, True) <= run(worst_gap, False) + 2 * chunk + 0.05  # one on either stage
+    usual = 2 * (speakers * 0.009 + delay)  # between two tokens
+    stalled, short = run(gaps)
+    assert stalled <= usual + 2 * chunk + 0.01  # one on either stage
+    assert short <= 2 * (bombs + 1) * (chunk + usual)  # a turn of each prompt
 
 
 def test_prefill_windows_do_not_wait_for_replies() -> None:

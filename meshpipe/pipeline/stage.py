@@ -9,8 +9,9 @@ How a window goes through:
   window or against the first of the next window, the rest of that epoch is stale.
 - What can share a decode runs together when that is quicker in the mean (`merging`). Windows of one session stay
   in order; sessions take turns, so that one with many guesses in flight delays the others by one job of its own.
-  Verify windows go before prefill windows, but of two jobs in a row one may be prefill, so that neither stalls the
-  other by more than one job.
+- Verify windows go before prefill windows, but after one turn of every session that has any waiting, one prefill
+  window may run. So prompts, however many, stall a session by one window between two turns of its own. Prompts take
+  turns too: a short one does not wait for all of a long one.
 - An idle stage never waits for company: it runs what is there.
 - What the lane's cache holds already is not run again: a window, or the head of one, that says the same tokens at the
   same positions is answered with the rows that were kept (`kept`). So, after a stage was lost, the others run next
@@ -203,7 +204,7 @@ class Stage(Actor[StageMessage]):
         ] = {}  # by lane: of its last session, and `tokens`
         self._ready: deque[_Queued] = deque()
         self._running: list[_Queued] = []
-        self._last_was_prefill = False
+        self._last_prefill = 0  # number of the last job that ran a prefill window
         self._closed_one = trio.lowlevel.ParkingLot()
 
     @property
@@ -311,7 +312,7 @@ class Stage(Actor[StageMessage]):
                 route, message.session, problem, refused=refused, wrong=wrong, level=logging.INFO
             )
             return
-        session = _Session(message.session, route, message.lane, held, message)
+        session = _Session(message.session, route, message.lane, held, message, turn=self.counters.jobs)
         self._cached[message.lane] = message, session.tokens
         self._sessions[route, message.session] = self._lanes[message.lane] = session
         known = len(held) if self._is_last else min(len(held), self._kept.length(message.lane))
@@ -390,26 +391,23 @@ class Stage(Actor[StageMessage]):
         `backlogged`: they were waiting already when the last job ended, so that throughput is what counts.
         """
         if len(self._ready) == 1:
-            only = self._ready.popleft()
-            self._last_was_prefill = only.is_prefill
-            return [only]
+            return [self._ready.popleft()]
         verify: list[_Queued] = []
-        prefilling: set[int] = set()
+        prefill: dict[int, _Queued] = {}  # by lane: its next window
         for queued in self._ready:
             if queued.is_prefill:
-                prefilling.add(queued.session.lane)
-            elif queued.session.lane not in prefilling:
+                prefill.setdefault(queued.session.lane, queued)
+            elif queued.session.lane not in prefill:
                 verify.append(queued)
-        first_prefill = next((queued for queued in self._ready if queued.is_prefill), None)
-        if first_prefill is not None and (not verify or not self._last_was_prefill):
-            chosen = [first_prefill]
+        stalled = any(queued.session.turn < self._last_prefill for queued in verify)
+        if prefill and not stalled:
+            chosen = [min(prefill.values(), key=lambda queued: queued.session.turn)]
         else:
             verify.sort(key=lambda queued: queued.session.turn)
             family = companions(verify)
             rows = [queued.window.width for queued in family]
             most = self._runner.descriptor.most_rows
             chosen = family[: merged_count(rows, self._cost, most, backlogged=backlogged)]
-        self._last_was_prefill = chosen[0] is first_prefill
         picked = set(map(id, chosen))
         self._ready = deque(queued for queued in self._ready if id(queued) not in picked)
         return chosen
@@ -420,6 +418,8 @@ class Stage(Actor[StageMessage]):
         runnable = [queued for queued in chosen if await self._starts_in_cache(queued, chosen)]
         problem = await self._compute(runnable) if runnable else None
         self._running = []
+        if chosen[0].is_prefill:
+            self._last_prefill = self.counters.jobs
         for session in [s for s in self._sessions.values() if s.stale_below == _NEVER]:
             self._forget(session)
         if problem is not None:
