@@ -107,7 +107,7 @@ def test_many_sessions_with_random_cancellations_leave_nothing_behind() -> None:
             sim.assert_nothing_is_left()
             return trio.current_time(), finished
 
-    _, finished = run(main, 32, seed=1)
+    _, finished = run(main, 64, seed=1)
     assert len(finished) > 10
     assert run(main, 8, seed=2) == run(main, 8, seed=2)  # the same seed, the same run
 
