@@ -48,13 +48,14 @@ def shown(row: Row, column: str) -> str:
     return " / ".join(f"{number:.3g}" for name, number in row.items() if name.startswith(f"{column}_"))
 
 
-async def run(repetitions: int, three: bool) -> tuple[list[Row], list[Row]]:
-    """Rows and figures."""
+async def run(repetitions: int, tokens: int, full: bool) -> tuple[list[Row], list[Row]]:
+    """Rows and figures; only of the even and the balanced split if not `full`."""
     async with open_rig() as rig:
-        task = prompts.draftable(rig.vocabulary)
+        task = prompts.draftable(rig.vocabulary, tokens)
         even = await rig.stages(EVEN)
-        splits = {"29/1": "0,29,30", "balanced": await balanced(rig, even)}
-        if three:
+        splits = {"balanced": await balanced(rig, even)}
+        if full:
+            splits = {"29/1": "0,29,30", **splits}
             splits["three, balanced"] = await balanced(rig, even, 3)
         pipes = {("15/15", "15/15"): await rig.pipeline(even, DELAY)}
         for name, split in splits.items():
@@ -107,5 +108,5 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
 def main(arguments: list[str]) -> None:
     """The command line."""
     options = report.parser("topology", __doc__).parse_args(arguments)
-    rows, figures = trio.run(run, *((1, False) if options.quick else (3, True)))
+    rows, figures = trio.run(run, *((1, 512, False) if options.quick else (3, prompts.LONGEST, True)))
     report.finish(options, rows, figures, COLUMNS, plot)
