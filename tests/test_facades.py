@@ -348,9 +348,11 @@ def test_opening_fails_and_ends_its_thread() -> None:
     no_thread_is_left()
 
 
-def test_ctrl_c_ends_the_request_and_nothing_else() -> None:
+def test_ctrl_c_ends_the_request_and_nothing_else(request: pytest.FixtureRequest) -> None:
     main = threading.main_thread().ident
     assert main is not None
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with blocking.Pipeline(pipe(cost=NEVER, lanes=1)) as pipeline:
 
         def interrupt() -> None:
