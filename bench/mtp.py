@@ -61,7 +61,7 @@ WAYS = (
     Way("mtp+ngram", gated(FAR, 4), {"at": "coordinator", "tail": 256, "gate": 4}),
     Way("auto", Speculation(), {"tail": 256, "gate": 2}),
 )
-QUICK = ("off", "mtp", "auto")
+QUICK = (WAYS[0], WAYS[3], WAYS[7], WAYS[-1])  # off, both places, auto
 COLUMNS = (
     "workload", "delay_ms", "mode", "at", "chain", "tail", "gate", "tps", "over_off", "low", "high", "accepted", "made",
     "stale_per_token", "overlapped", "exact",
@@ -138,15 +138,20 @@ def middle(rows: list[Row], name: str) -> float | None:
 def main(arguments: list[str]) -> None:
     """The command line."""
     made = report.parser("mtp", __doc__)
-    made.add_argument("--delays", default="0,50,100", help="one way, in milliseconds")
+    made.add_argument("--delays", help="one way, in milliseconds (default: 0,50,100; --quick: 100)")
     made.add_argument(
-        "--tokens", type=int, default=64, help="of each answer; four times as many draftable ones"
+        "--tokens",
+        type=int,
+        help="of each answer, four times as many draftable ones (default: 64; --quick: 16)",
     )
     made.add_argument("--rounds", type=int, default=3)
-    made.add_argument("--workloads", default="greedy,novel,draftable")
+    made.add_argument("--workloads", help="default: greedy,novel,draftable; --quick: greedy,draftable")
     options = made.parse_args(arguments)
-    ways = [way for way in WAYS if not options.quick or way.name in QUICK]
-    delays = [float(delay) for delay in options.delays.split(",")]
-    rounds = 1 if options.quick else options.rounds
-    rows = trio.run(run, delays, options.workloads.split(","), options.tokens, rounds, ways)
+    quick = options.quick
+    ways = list(QUICK if quick else WAYS)
+    delays = [float(delay) for delay in (options.delays or ("100" if quick else "0,50,100")).split(",")]
+    workloads = options.workloads or ("greedy,draftable" if quick else "greedy,novel,draftable")
+    tokens = options.tokens or (16 if quick else 64)
+    rounds = 1 if quick else options.rounds
+    rows = trio.run(run, delays, workloads.split(","), tokens, rounds, ways)
     report.finish(options, rows, [], COLUMNS)
