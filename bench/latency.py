@@ -1,7 +1,7 @@
 """Speed by link delay: llama.cpp's RPC backend, meshpipe without speculation, with n-grams, with native MTP.
 
-Two stages, one thread each, split so that both take as long (`bench/balance.py`); the delay is one way, on the link
-between the stages and on the return. llama.cpp's RPC backend has the same layers and the head on its server, behind
+Two stages, one thread each, split so that both take as long (`bench/balance.py`; in halves with `--quick`); the delay
+is one way, on the link between the stages and on the return. llama.cpp's RPC backend has the same layers and the head on its server, behind
 the same kind of proxy, the delay each way. What goes token by token is measured on fewer tokens (`tokens`), and at most
 delays on novel text only: its speed does not depend on what the text says.
 
@@ -108,7 +108,7 @@ FULL = (
     Part("NextN", only(NEXTN, "serial", "mtp", "mtp+ngram"), "novel", (50,), 3, 2.0),
 )
 QUICK = (
-    Part("SmolLM2", PLAIN, "draftable", (0, 100), 1, 1.0, longest=384),
+    Part("SmolLM2", PLAIN, "draftable", (0, 100), 1, 1.0, longest=256),
     Part("SmolLM2", PLAIN, "novel", (0, 100), 1, 1.0),
 )
 
@@ -123,10 +123,10 @@ class Setup:
     peers: Mapping[float, Peer]
 
 
-async def set_up(rig: Rig, parts: Sequence[Part]) -> Setup:
+async def set_up(rig: Rig, parts: Sequence[Part], *, even: bool) -> Setup:
     """Stages, a pipeline for each delay, and llama.cpp's peers where they are wanted."""
     stages = await rig.stages(EVEN)
-    split = await balanced(rig, stages)
+    split = EVEN if even else await balanced(rig, stages)
     if split != EVEN:
         stages = await rig.stages(split)
     pipes = {delay: await rig.pipeline(stages, delay) for part in parts for delay in part.delays}
@@ -217,14 +217,14 @@ def figures(runs: Mapping[Key, Sequence[Row]]) -> list[Row]:
     return made
 
 
-async def run(parts: Sequence[Part]) -> tuple[list[Row], list[Row]]:
-    """Rows and figures."""
+async def run(parts: Sequence[Part], *, even: bool = False) -> tuple[list[Row], list[Row]]:
+    """Rows and figures; `even`: of halves, which takes less time to set up."""
     rows: list[Row] = []
     runs: dict[Key, list[Row]] = {}
     for model in dict.fromkeys(part.model for part in parts):
         of = [part for part in parts if part.model == model]
         async with open_rig(assemble() if model == "NextN" else None) as rig:
-            setup = await set_up(rig, of)
+            setup = await set_up(rig, of, even=even)
             for part in of:
                 measured = cells(setup, part)
                 found = await measure.take_turns(measured, part.repetitions)
@@ -265,5 +265,6 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
 def main(arguments: list[str]) -> None:
     """The command line."""
     options = report.parser("latency", __doc__).parse_args(arguments)
-    rows, figures = trio.run(run, QUICK if options.quick else FULL)
+    quick = options.quick
+    rows, figures = trio.run(partial(run, QUICK if quick else FULL, even=quick))
     report.finish(options, rows, figures, COLUMNS, plot)
