@@ -1,9 +1,9 @@
 """Speed by link delay: llama.cpp's RPC backend, meshpipe without speculation, with n-grams, with native MTP.
 
 Two stages, one thread each, split so that both take as long (`bench/balance.py`; in halves with `--quick`); the delay
-is one way, on the link between the stages and on the return. llama.cpp's RPC backend has the same layers and the head on its server, behind
-the same kind of proxy, the delay each way. What goes token by token is measured on fewer tokens (`tokens`), and at most
-delays on novel text only: its speed does not depend on what the text says.
+is one way, on the link between the stages and on the return. llama.cpp's RPC backend has the same layers and the head
+on its server, behind the same kind of proxy, the delay each way. What goes token by token is measured on fewer tokens
+(`tokens`), and at most delays on novel text only: its speed does not depend on what the text says.
 
 Native MTP, and what is measured beside it, runs on SmolLM2 with a NextN block (`model`; docs/mtp_model.md): at the
 coordinator, if nothing else is said.
