@@ -114,6 +114,25 @@ def test_a_long_prompt_is_indexed_in_turns(monkeypatch: pytest.MonkeyPatch) -> N
     run(main)
 
 
+def test_a_cancelled_request_that_waits_for_a_broken_way_frees_its_lane() -> None:
+    async def main() -> None:
+        async with simulated(periodic(), lanes=1) as sim:
+            pipe = sim.coordinator
+            pipe.way.give_up = lambda reason, stage: pipe.way.broke(reason)
+            pipe.way.hopeful = lambda: True
+
+            async def dead() -> None:
+                raise StageLostError("it does not answer")
+
+            pipe.check_route = dead
+            with trio.move_on_after(1):
+                await pipe.complete([1, 2, 3, 4], max_tokens=5)
+            await trio.sleep(0.1)
+            assert (pipe.active, pipe.lanes.free) == (0, 1)
+
+    run(main)
+
+
 class Stuck(Heard):
     """The way to a stage that takes nothing any more, until it is gone."""
 

@@ -258,13 +258,18 @@ class Coordinator:
         mailbox = session_mailbox()
         send, receive = trio.open_memory_channel[Piece](math.inf)
         output = Output(send)
-        waiting = trio.CancelScope()  # for a lane
+        waiting = trio.CancelScope()  # for a lane and for the way
 
         async def run() -> None:
             proposer = await self._proposer(speculation, mtp_at, draft)
             with waiting:
                 await self._wait_for_way()
                 lease = await self.lanes.lease(tokens, reuse=reuse)
+                try:
+                    await self._prove_way()
+                except BaseException:
+                    self.lanes.release(lease.lane, ())  # if the way was lost, so may be what the cache held
+                    raise
             if waiting.cancelled_caught:
                 return
             ledger = Ledger(number, tokens, limits, cached=lease.cached)
@@ -284,7 +289,6 @@ class Coordinator:
             )
             self.sink.register(number, mailbox.ref)
             try:
-                await self._prove_way()
                 await supervise(mailbox, lambda box: Session(box, request, self._around, output))
             finally:
                 self.sink.forget(number)
