@@ -92,8 +92,9 @@ def generate(directory: Path, count: int, seed: int, threads: int = 2) -> None:
                 lanes[number] = None
                 rate = (done - before) / (time.monotonic() - began)
                 print(f"{done} tokens, {rate:.0f} tokens/s", flush=True)
-    for lane in filter(None, lanes):
-        _append(directory, lane)
+    for lane in lanes:
+        if lane is not None and lane.tokens:  # the last to come may not have had their turn
+            _append(directory, lane)
 
 
 def _begin(vocabulary: Vocabulary, draw: random.Random) -> Lane:
