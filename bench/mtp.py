@@ -38,30 +38,30 @@ def gated(speculation: Speculation, least: int) -> Speculation:
 
 @frozen
 class Way:
-    """A row of the table; `columns` say what is particular to it."""
+    """A row of the table; `columns` say what is particular to it; `quick`: also with --quick."""
 
     name: str
     speculation: Speculation
     columns: dict[str, Any] = field(factory=dict)
+    quick: bool = False
 
 
 WAYS = (
-    Way("off", OFF),
+    Way("off", OFF, quick=True),
     Way("mtp, depth 1", evolve(LAST, depth=1), {"at": "last", "chain": 4}),
     Way("mtp", evolve(LAST, mtp_max=1), {"at": "last", "chain": 1}),
-    Way("mtp", LAST, {"at": "last", "chain": 4}),
+    Way("mtp", LAST, {"at": "last", "chain": 4}, quick=True),
     Way("mtp", evolve(LAST, mtp_max=8), {"at": "last", "chain": 8}),
     Way("mtp", evolve(FAR, mtp_tail=1), {"at": "coordinator", "tail": 1}),
     Way("mtp", evolve(FAR, mtp_tail=32), {"at": "coordinator", "tail": 32}),
-    Way("mtp", FAR, {"at": "coordinator", "tail": 256}),
+    Way("mtp", FAR, {"at": "coordinator", "tail": 256}, quick=True),
     Way("ngram", NGRAM, {"gate": 2}),
     Way("mtp+ngram", gated(LAST, 2), {"at": "last", "chain": 4, "gate": 2}),
     Way("mtp+ngram", gated(FAR, 1), {"at": "coordinator", "tail": 256, "gate": 1}),
     Way("mtp+ngram", gated(FAR, 2), {"at": "coordinator", "tail": 256, "gate": 2}),
     Way("mtp+ngram", gated(FAR, 4), {"at": "coordinator", "tail": 256, "gate": 4}),
-    Way("auto", Speculation(), {"tail": 256, "gate": 2}),
+    Way("auto", Speculation(), {"tail": 256, "gate": 2}, quick=True),
 )
-QUICK = (WAYS[0], WAYS[3], WAYS[7], WAYS[-1])  # off, both places, auto
 COLUMNS = (
     "workload", "delay_ms", "mode", "at", "chain", "tail", "gate", "tps", "over_off", "low", "high", "accepted", "made",
     "stale_per_token", "overlapped", "exact",
@@ -144,14 +144,14 @@ def main(arguments: list[str]) -> None:
         type=int,
         help="of each answer, four times as many draftable ones (default: 64; --quick: 16)",
     )
-    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--rounds", type=int, help="default: 3; --quick: 1")
     made.add_argument("--workloads", help="default: greedy,novel,draftable; --quick: greedy,draftable")
     options = made.parse_args(arguments)
     quick = options.quick
-    ways = list(QUICK if quick else WAYS)
+    ways = [way for way in WAYS if way.quick or not quick]
     delays = [float(delay) for delay in (options.delays or ("100" if quick else "0,50,100")).split(",")]
     workloads = options.workloads or ("greedy,draftable" if quick else "greedy,novel,draftable")
     tokens = options.tokens or (16 if quick else 64)
-    rounds = 1 if quick else options.rounds
+    rounds = options.rounds or (1 if quick else 3)
     rows = trio.run(run, delays, workloads.split(","), tokens, rounds, ways)
     report.finish(options, rows, [], COLUMNS)

@@ -10,6 +10,7 @@ import trio
 import trio.testing
 from attrs import frozen
 from simulated import COST, VOCABULARY, novel
+from test_breaking import Heard
 
 from meshpipe.actors import supervise
 from meshpipe.actors.scope import owned_nursery
@@ -24,26 +25,25 @@ NEVER_SAID = VOCABULARY - 1  # by `novel`
 FLAT = ((1, 0.010), (8, 0.011))  # what shares a decode costs next to nothing
 
 
-class Heard:
-    """A `Sender` that keeps what it is sent; `replied` is set by the first reply."""
+class Downstream(Heard):
+    """What a stage sends on; `replied` is set by the first reply."""
 
     def __init__(self) -> None:
-        self.messages: list[object] = []
+        super().__init__()
         self.replied = trio.Event()
+
+    def try_send(self, message: object) -> bool:
+        if isinstance(message, Reply):
+            self.replied.set()
+        return super().try_send(message)
 
     async def send(self, message: object) -> None:
         self.try_send(message)
 
-    def try_send(self, message: object) -> bool:
-        self.messages.append(message)
-        if isinstance(message, Reply):
-            self.replied.set()
-        return True
-
     @property
     def windows(self) -> list[tuple[int, int]]:
         """(session, number) of the windows."""
-        return [(m.session, m.number) for m in self.messages if isinstance(m, Window)]
+        return [(window.session, window.number) for window in self.all(Window)]
 
 
 def verify(session: int, number: int, start: int, *, epoch: int = 0, width: int = 4) -> Window:
@@ -63,7 +63,7 @@ async def run_and_dropped(*, discard: bool) -> list[tuple[int, int]]:
         )
         for i, cost in enumerate((COST, slow, COST))
     ]
-    heard = Heard()
+    heard = Downstream()
     async with owned_nursery() as nursery:
         first, stages = join_stages(nursery, runners, heard, Conditions(delay=0.1))
         await first.send(OpenSession(1, 0))
@@ -74,7 +74,7 @@ async def run_and_dropped(*, discard: bool) -> list[tuple[int, int]]:
         if discard:
             first.try_send(Discard(1, 1))
         await trio.sleep(10)
-    assert sum(isinstance(message, Reply) for message in heard.messages) == 1
+    assert len(heard.all(Reply)) == 1
     return [(stage.counters.windows_run, stage.counters.windows_dropped) for stage in stages]
 
 
@@ -122,7 +122,7 @@ class First:
     inlet: Inlet
     stage: Stage
     runner: Waiting
-    down: Heard
+    down: Downstream
 
     async def takes(self, *messages: object) -> None:
         """Delivers them together, and lets the stage do what it can."""
@@ -140,7 +140,7 @@ class First:
 async def first_stage(most_rows: int) -> AsyncIterator[First]:
     """Runs one; a decode has so many rows at most."""
     described = StageDescriptor("sim", (0, 1), 2, 8, VOCABULARY, 2, 64, FLAT, most_rows=most_rows)
-    mailbox, runner, down = stage_mailbox(), Waiting(described), Heard()
+    mailbox, runner, down = stage_mailbox(), Waiting(described), Downstream()
     stage = Stage(mailbox, runner)
     async with owned_nursery() as nursery:
         nursery.start_soon(supervise, mailbox, lambda _: stage)

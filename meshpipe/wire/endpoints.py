@@ -46,9 +46,7 @@ class Address:
     def parse(cls, text: str) -> Address:
         """From "host:port" or "[v6]:port". Raises `UsageError`."""
         host, colon, port = text.rpartition(":")
-        digits = (
-            port.isascii() and port.isdigit() and len(port) <= 5
-        )  # Python refuses to read thousands of them
+        digits = len(port) <= 5 and port.isascii() and port.isdigit()  # `int` refuses to read thousands
         if not (colon and host and digits and int(port) < 65536):
             raise UsageError(f"expected an address like 127.0.0.1:7000 or [::1]:7000, got {text[:100]!r}")
         return cls(host.removeprefix("[").removesuffix("]"), int(port))
