@@ -84,11 +84,9 @@ def opened(kind: str, model: Path, split: str, threads: int, certificates: list[
     [
         ("memory", "0,15,30", 1),
         ("memory", "0,10,20,30", 2),
-        ("memory", "0,3,9,15,25,30", 1),
         ("tcp", "0,15,30", 2),
         ("tcp", "0,10,20,30", 1),
         ("tcp", "0,3,9,15,25,30", 1),
-        ("tls", "0,15,30", 1),
         ("tls", "0,10,20,30", 1),
         ("tls", "0,3,9,15,25,30", 1),
     ],

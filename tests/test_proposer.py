@@ -292,8 +292,10 @@ PROMPTS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "split"), [("draft", "0,15,30"), ("draft+ngram", 3)])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("mode", "split", "temperature"),
+    [("draft", "0,15,30", 0.0), ("draft", "0,15,30", 0.9), ("draft+ngram", 3, 0.9)],
+)
 async def test_output_is_the_unsplit_models(
     smollm2: Path, shallow: Path, mode: str, split: Any, temperature: float
 ) -> None:

@@ -95,6 +95,10 @@ class Candidates:
         places = [place.choices for place in self._places()]
         return tuple(choices[turn % len(choices)] for choices, turn in zip(places, self._turns, strict=True))
 
+    def turn(self, stage: int) -> int:
+        """Which of its places the stage is tried at, from 0."""
+        return self._turns[stage] % self.count(stage)
+
     def count(self, stage: int) -> int:
         """How many places the stage has."""
         return len(self._places()[stage].choices) if 0 <= stage < len(self._turns) else 1
@@ -217,6 +221,7 @@ class Failover:
         pause, longest = PAUSES
         hung: Counter[int] = Counter()
         here, lost = self._here, self.way.reason
+        found: dict[tuple[int, int], str] = {}  # what was wrong with each place of late
         while True:
             began = trio.current_time()
             try:
@@ -224,8 +229,9 @@ class Failover:
             except MeshpipeError as error:
                 stage = self._to_blame(error)
                 log.info("not joined again yet, for stage %d: %s", stage, error)
+                found[stage, self._candidates.turn(stage)] = str(error)
                 if not self.way.up:
-                    self.way.reason = f"{lost}; looked for anew: {error}"
+                    self.way.reason = f"{lost}; looked for anew: {'; '.join(found.values())}"
                 self._candidates.blame(stage)
                 self._in_vain[stage] += 1
                 hung[stage] += trio.current_time() - began >= patience / 2
@@ -248,7 +254,7 @@ class Failover:
 
     def _to_blame(self, error: MeshpipeError) -> int:
         """The stage for which an attempt has failed; see the top of this file."""
-        if error.stage is not None:
+        if error.stage is not None and 0 <= error.stage < self._candidates.stages:
             return error.stage
         if self._told is not None and self._told.stage is not None:
             return self._told.stage
