@@ -174,7 +174,7 @@ async def test_what_is_wrong_is_named(both: Both) -> None:
             )
             assert error["type"] == "invalid_request_error"
             assert error["message"]
-        deep = b'{"prompt": ' + b"[" * 100_000
+        deep = b'{"prompt": ' + b"[" * 60_000
         for body, code in ((b"", "json"), (b"{", "json"), (b"[]", "type"), (b"\xff", "json"), (deep, "json")):
             answer = await client.post("/v1/completions", content=body)
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, f"invalid_{code}")
@@ -205,6 +205,18 @@ async def test_a_body_may_not_be_endless(both: Both, monkeypatch: pytest.MonkeyP
         )
         with trio.fail_after(5):
             assert (await stream.receive_some()).startswith(b"HTTP/1.1 413")
+
+
+async def test_a_body_of_nothing_but_lists_is_not_parsed(both: Both) -> None:
+    """A text may have as many brackets as there is room for, and one more is one too many, wherever it is."""
+    fits = (1 << 16) + both.sim.coordinator.context - 1  # and that of the body itself
+    refused = "the body has more than 69632 opening brackets."
+    async with both.served.client() as client:
+        answer = await client.post("/v1/completions", json=ASK | {"prompt": "[" * fits})
+        assert answer.status_code == 200
+        for much in ("{" * (fits + 1), [[]] * fits):
+            answer = await client.post("/v1/completions", json=ASK | {"prompt": much})
+            assert (answer.status_code, answer.json()["error"]["message"]) == (413, refused)
 
 
 @pytest.mark.parametrize("prompt", [[0.5] * 20_000, [[0.5] * 20_000], ["x", *[1] * 20_000]])

@@ -45,6 +45,9 @@ MAX_BODY = 16 << 20
 LEAST_BODY, BODY_A_TOKEN = 1 << 20, 32
 """Bytes of a request that are always allowed, and those for each token of the context: no prompt that fits is longer,
 and what does not fit costs the time of all until it is found out."""
+LEAST_LISTS = 1 << 16
+"""Lists and objects in a request that are always allowed, and one more for each token of the context: to check a body
+of 2 MiB that is nothing else took 2 to 8 s, in which nobody is served."""
 BODY_DEADLINE = 60.0
 """Seconds in which a request's body has to come."""
 
@@ -71,6 +74,11 @@ class Service:
     def longest_body(self) -> int:
         """Bytes of a request."""
         return min(MAX_BODY, LEAST_BODY + BODY_A_TOKEN * self.pipeline.context)
+
+    @property
+    def most_lists(self) -> int:
+        """Lists and objects in a request."""
+        return LEAST_LISTS + self.pipeline.context
 
     async def plan(self, make: Callable[..., Plan], request: Sampled) -> Plan:
         """In a thread, one at a time: the vocabulary is shared. Raises ApiError."""
@@ -285,7 +293,11 @@ class Endpoint:
         most = service.longest_body
         if int(request.headers.get("content-length", 0)) > most:  # Hypercorn has seen that it is a number
             raise _too_large(most)
-        asked = _parsed(self._schema, await _body(receive, most))
+        body = await _body(receive, most)
+        # Those in a text count as well: one that fits has about as many as tokens, at most.
+        if body.count(b"[") + body.count(b"{") > service.most_lists:
+            raise _too_large(service.most_lists, "opening brackets")
+        asked = _parsed(self._schema, body)
         service.check_model(asked.model)
         prompts = getattr(asked, "prompt", "")
         several = len(prompts) if isinstance(prompts, list) and not isinstance(prompts[0], int) else 1
@@ -418,8 +430,8 @@ async def _body(receive: Receive, most: int) -> bytes:
     raise ApiError(408, f"the body did not come within {BODY_DEADLINE:g} s.", code="request_timeout")
 
 
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {most} bytes.", code="request_too_large")
+def _too_large(most: int, what: str = "bytes") -> ApiError:
+    return ApiError(413, f"the body has more than {most} {what}.", code="request_too_large")
 
 
 def _parsed(schema: type[Sampled], body: bytes) -> Sampled:
