@@ -642,4 +642,4 @@ def test_adversary() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # about a minute of computing, on machines that may be busy
 def test_adversary_at_length() -> None:
-    attack(1500, 15, derandomize=False)
+    attack(1000, 15, derandomize=False)

@@ -31,7 +31,7 @@ PROMPTS = [
     "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):\n    return",
     "<|im_start|>user\nName three rivers.<|im_end|>\n<|im_start|>assistant\n",
 ]
-COUNT = 40
+COUNT = 32
 
 
 @pytest.fixture(scope="module")
