@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -462,7 +463,7 @@ async def test_blame_falls_on_whom_is_named_else_told_else_on_each_in_turn() -> 
             tried.append("".join(place.address[0] for place in attempt.places))
         if joins in (2, 3, 4, 5):
             error = StageLostError("time ran out")
-            error.stage = {2: 0, 4: 7}.get(joins)  # there is no stage 7, whatever a peer says
+            error.stage = 0 if joins == 2 else None
             if joins == 3:
                 keeper.lost(2, "it ended")
                 keeper.lost(0, "so did the link")
@@ -477,6 +478,32 @@ async def test_blame_falls_on_whom_is_named_else_told_else_on_each_in_turn() -> 
         await way.wait_up(5)
         nursery.cancel_scope.cancel()
     assert tried == ["aaa", "baa", "bab", "bbb", "bba"]
+
+
+@pytest.mark.parametrize("made_up", [7, -1, 2**40])
+async def test_a_stage_that_a_peer_makes_up_is_blamed_on_nobody(made_up: int) -> None:
+    """Neither as what was lost, nor as what is told meanwhile, nor in an error."""
+    places = [StagePlace(f"a:{stage}", standby=(f"b:{stage}",)) for stage in range(3)]
+    way, joins = Way(), count()
+
+    @asynccontextmanager
+    async def join(attempt: Attempt) -> AsyncIterator[Joined]:
+        if (number := next(joins)) in (1, 2, 3):
+            error = StageLostError(f"attempt {number} failed")
+            error.stage = made_up if number == 1 else None
+            if number == 2:
+                keeper.lost(made_up, "it ended")
+            raise error
+        yield Joined(Sink(), (), 0.0)
+
+    keeper = Failover(way, lambda: places, join)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(keeper.run)
+        keeper.lost(made_up, "it ended")
+        with trio.fail_after(5):
+            await way.wait_up(5)
+        assert next(joins) == 5
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_loss_that_is_told_while_the_way_is_formed_is_not_forgotten() -> None:

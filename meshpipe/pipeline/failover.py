@@ -253,12 +253,13 @@ class Failover:
                 pause = min(longest, 2 * pause)
 
     def _to_blame(self, error: MeshpipeError) -> int:
-        """The stage for which an attempt has failed; see the top of this file."""
-        if error.stage is not None and 0 <= error.stage < self._candidates.stages:
-            return error.stage
-        if self._told is not None and self._told.stage is not None:
-            return self._told.stage
-        suspect, self._suspect = self._suspect, (self._suspect + 1) % self._candidates.stages
+        """The stage for which an attempt has failed; see the top of this file. Peers may name one that there is not."""
+        stages = self._candidates.stages
+        for stage in (error.stage, None if self._told is None else self._told.stage):
+            if stage is not None and 0 <= stage < stages:
+                return stage
+        suspect = self._suspect % stages
+        self._suspect = (suspect + 1) % stages
         return suspect
 
     async def _hold(
